@@ -1,0 +1,160 @@
+"""Shapes, sizes and places as plain data.
+
+Everything here can be computed and compared without allocating an array: the planner, the
+schedule, the stores and the executor all describe a model through these types. Sizes come from
+`nnx.eval_shape` of a template (see `lazyjax.models`), or from a plan-only description.
+
+This module knows nothing about JAX, files or time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterable
+
+#: Elements that share one optimizer scale; a slab segment always starts on such a block.
+BLOCK_ELEMENTS = 256
+#: Slab lengths are multiples of this, so that every 16-bit slab is whole pages.
+SLAB_MULTIPLE = 4096
+
+_ITEM_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "int32": 4,
+    "int16": 2,
+    "uint16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+class Tier(enum.StrEnum):
+    """A memory that tensors can live in."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element of `dtype`; raises KeyError for a type that no slab uses."""
+    return _ITEM_BYTES[dtype]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor: its name within the layer, shape and dtype name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        return self.elements * item_bytes(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One streamed layer: an embedding, a decoder block or the head.
+
+    Attributes:
+        name: unique in the model, e.g. `embed`, `layers.7`, `head`.
+        kind: layers of one kind have equal parameter shapes and share compiled functions.
+        parameters: trainable tensors in slab order.
+    """
+
+    name: str
+    kind: str
+    parameters: tuple[TensorSpec, ...]
+
+    @property
+    def parameter_count(self) -> int:
+        """Trainable elements, without slab padding."""
+        return sum(tensor.elements for tensor in self.parameters)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A whole model as an ordered list of layers: embed, blocks, head.
+
+    `tied` means that the head multiplies by the embedding table and owns none itself.
+    """
+
+    name: str
+    family: str
+    hidden_size: int
+    vocabulary_size: int
+    tied: bool
+    layers: tuple[LayerSpec, ...]
+
+    @property
+    def parameter_count(self) -> int:
+        """Trainable elements of the whole model (a tied table counts once)."""
+        return sum(layer.parameter_count for layer in self.layers)
+
+    @property
+    def block_count(self) -> int:
+        """Decoder blocks, i.e. layers without embed and head."""
+        return len(self.layers) - 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """Where one tensor lies in its layer's slab: elements [offset, offset + elements)."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    decay: bool
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlabLayout:
+    """How a layer's tensors share one flat vector of `length` elements.
+
+    Segments start on block borders (`BLOCK_ELEMENTS`); the gaps and the tail hold zeros, whose
+    gradients are zero, so that a pass over the whole slab leaves them zero.
+    """
+
+    segments: tuple[Segment, ...]
+    length: int
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def slab_layout(
+    parameters: Iterable[TensorSpec], *, devices: int = 1, decay_vectors: bool = False
+) -> SlabLayout:
+    """Lays tensors out in a slab.
+
+    Args:
+        parameters: tensors in slab order.
+        devices: the length is a multiple of `SLAB_MULTIPLE * devices`, so that every device's
+            shard is whole blocks.
+        decay_vectors: whether weight decay also covers tensors with fewer than two axes.
+    """
+    segments = []
+    offset = 0
+    for tensor in parameters:
+        decay = decay_vectors or len(tensor.shape) >= 2
+        segments.append(Segment(tensor.name, offset, tensor.shape, decay))
+        offset = _round_up(offset + tensor.elements, BLOCK_ELEMENTS)
+    return SlabLayout(tuple(segments), max(_round_up(offset, SLAB_MULTIPLE * devices), SLAB_MULTIPLE * devices))
