@@ -1,0 +1,134 @@
+"""Architecture configs: what a model is, as validated, frozen data.
+
+Field names follow the Hugging Face `config.json`, which is also the format of the packaged files
+in `architectures/`, so that one reader serves both. This module knows no array and no Flax.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+import pydantic
+
+LayerType = Literal["full_attention", "linear_attention"]
+
+
+class ArchitectureError(ValueError):
+    """A model that is unknown, incomplete, impossible or not implemented; the message says why."""
+
+
+class _Frozen(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+
+class Llama3Scaling(_Frozen):
+    """Frequency scaling of Llama 3.1 and later.
+
+    Wavelengths above `original_max_position_embeddings / low_freq_factor` are stretched by
+    `factor`, those below `... / high_freq_factor` are kept, those between are interpolated.
+    """
+
+    factor: float = pydantic.Field(gt=0)
+    low_freq_factor: float = pydantic.Field(gt=0)
+    high_freq_factor: float = pydantic.Field(gt=0)
+    original_max_position_embeddings: int = pydantic.Field(gt=0)
+
+    @pydantic.model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError("low_freq_factor must be below high_freq_factor")
+        return self
+
+
+class Rope(_Frozen):
+    """Rotary position embedding: the first `partial_rotary_factor` of every head is rotated."""
+
+    theta: float = pydantic.Field(gt=0)
+    partial_rotary_factor: float = pydantic.Field(default=1.0, gt=0, le=1)
+    scaling: Llama3Scaling | None = None
+
+
+class _Common(_Frozen):
+    """What all families share."""
+
+    name: str = pydantic.Field(min_length=1)
+    vocab_size: int = pydantic.Field(gt=0)
+    hidden_size: int = pydantic.Field(gt=0)
+    intermediate_size: int = pydantic.Field(gt=0)
+    num_hidden_layers: int = pydantic.Field(gt=0)
+    num_attention_heads: int = pydantic.Field(gt=0)
+    num_key_value_heads: int = pydantic.Field(gt=0)
+    head_dim: int = pydantic.Field(gt=0)
+    rms_norm_eps: float = pydantic.Field(gt=0)
+    initializer_range: float = pydantic.Field(default=0.02, gt=0)
+    tie_word_embeddings: bool
+    rope: Rope
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated elements of a head."""
+        return int(self.head_dim * self.rope.partial_rotary_factor)
+
+    @pydantic.model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads ({self.num_key_value_heads}) must divide "
+                f"num_attention_heads ({self.num_attention_heads})"
+            )
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise ValueError(
+                f"head_dim ({self.head_dim}) times partial_rotary_factor "
+                f"({self.rope.partial_rotary_factor}) must be a positive even number"
+            )
+        return self
+
+
+class Qwen2Architecture(_Common):
+    """Qwen2, Qwen2.5 (`qkv_bias`) and Llama-type models such as SmolLM2 (no bias)."""
+
+    family: Literal["qwen2"] = "qwen2"
+    qkv_bias: bool
+
+
+class Qwen3Architecture(_Common):
+    """Qwen3: RMSNorm on every query and key head, no bias, explicit head size."""
+
+    family: Literal["qwen3"] = "qwen3"
+
+
+class Qwen35Architecture(_Common):
+    """The text model of Qwen3.5 and Qwen3.6: gated delta net and gated full attention, mixed.
+
+    `layer_types` names the mixer of every block. The linear layers have
+    `linear_num_value_heads` states of [linear_key_head_dim, linear_value_head_dim]; each key head
+    serves `linear_num_value_heads / linear_num_key_heads` consecutive ones.
+    """
+
+    family: Literal["qwen3_5"] = "qwen3_5"
+    layer_types: tuple[LayerType, ...]
+    linear_conv_kernel_dim: int = pydantic.Field(gt=0)
+    linear_num_key_heads: int = pydantic.Field(gt=0)
+    linear_num_value_heads: int = pydantic.Field(gt=0)
+    linear_key_head_dim: int = pydantic.Field(gt=0)
+    linear_value_head_dim: int = pydantic.Field(gt=0)
+
+    @pydantic.model_validator(mode="after")
+    def _layers_fit(self) -> Self:
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(self.layer_types)} entries, "
+                f"num_hidden_layers is {self.num_hidden_layers}"
+            )
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError(
+                f"linear_num_key_heads ({self.linear_num_key_heads}) must divide "
+                f"linear_num_value_heads ({self.linear_num_value_heads})"
+            )
+        return self
+
+
+Architecture = Qwen2Architecture | Qwen3Architecture | Qwen35Architecture

@@ -1,0 +1,87 @@
+"""The interface between model families and everything that runs, plans or stores a model.
+
+A template says what the layers of a model are (names, shapes, which tensors are worth keeping)
+and gives one pure function per layer kind. It holds no arrays: shapes come from
+`nnx.eval_shape`, so the template of a 72B model costs nothing. How a kind is made from a Flax NNX
+module is the business of `lazyjax.models.kinds`; this module knows no family.
+
+Axes: B rows, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array, Int32, PRNGKeyArray
+
+from lazyjax.models.architecture import Architecture
+from lazyjax.specs import ModelSpec, TensorSpec
+
+
+class Context(NamedTuple):
+    """What every layer needs besides its parameters and its input.
+
+    Attributes:
+        positions_BT: position of a token inside its segment, restarting at 0.
+        segment_ids_BT: 1, 2, ... for the packed rows of a sequence, 0 for padding. A token sees
+            only earlier tokens of its own segment.
+    """
+
+    positions_BT: Int32[Array, "B T"]
+    segment_ids_BT: Int32[Array, "B T"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerKind:
+    """One kind of layer, shared by all layers that have its shapes; compared by identity.
+
+    Attributes:
+        name: `embed`, `head`, or the name of a block kind, e.g. `full_attention`.
+        parameters: tensors in flat order, named relative to the layer. The dtype is nominal
+            (`float32`); the compute dtype is the dtype of what is passed to `apply`.
+        residual_names: tensors marked with `jax.ad_checkpoint.checkpoint_name`, in order of
+            appearance; each is [B, T, ...] or, for the states of a recurrence, [B, chunks, ...].
+        apply: pure function (parameters in flat order, input, context) -> output.
+            embed: tokens_BT -> x_BTD in the dtype of the parameters.
+            block: x_BTD -> x_BTD, dtype kept.
+            head: x_BTD -> x_BTD, the final norm only; logits are the executor's business.
+        initialize: key -> float32 arrays in flat order, as the family initialises them.
+    """
+
+    name: str
+    parameters: tuple[TensorSpec, ...]
+    residual_names: tuple[str, ...]
+    apply: Callable[[tuple[jax.Array, ...], jax.Array, Context], jax.Array]
+    initialize: Callable[[PRNGKeyArray], tuple[jax.Array, ...]]
+
+
+class ParameterRef(NamedTuple):
+    """One parameter of the model: which layer, and which of its parameters in flat order."""
+
+    layer_index: int
+    parameter_index: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelTemplate:
+    """A whole model: embed, blocks, head.
+
+    Attributes:
+        config: the validated architecture.
+        spec: shapes and names of every layer.
+        kinds: kind name -> kind.
+        table: the [V, D] table that logits are taken with: in `head` when the model owns one, in
+            `embed` when it is tied.
+    """
+
+    config: Architecture
+    spec: ModelSpec
+    kinds: Mapping[str, LayerKind]
+    table: ParameterRef
+
+    def kind(self, layer_index: int) -> LayerKind:
+        """The kind of layer `layer_index`, numbered as in `spec.layers`."""
+        return self.kinds[self.spec.layers[layer_index].kind]
