@@ -1,0 +1,201 @@
+"""Hardware profiles: what a machine can do, each figure with where it comes from.
+
+A profile is a YAML file in which every figure stands beside its source (a datasheet, a paper, a
+measurement, or a stated assumption). Presets ship in `presets/`; `lazyjax profile` measures the
+machine at hand and writes the same format. In code the figures are plain numbers.
+
+This module knows nothing about models, plans or JAX.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import pydantic
+import yaml
+
+PositiveRate = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+#: Fields that describe the machine in words and therefore need no source.
+_WORDS = frozenset({"name", "device", "sources"})
+_UPDATE_KEY = "host_update_parameters_per_second"
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be found or read; the message names the file and the key."""
+
+
+def _whole(value: Any) -> Any:
+    """Byte counts written as 80e9 (which YAML 1.1 reads as text) or 80.0e+9."""
+    if isinstance(value, str):
+        value = float(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+ByteCount = Annotated[int, pydantic.BeforeValidator(_whole), pydantic.Field(ge=0)]
+
+
+class HardwareProfile(pydantic.BaseModel):
+    """Rates and capacities of one device and its host.
+
+    Attributes:
+        name, device: labels.
+        matmul_flops_per_second: executed rate of bf16 matrix products at a large model's shapes
+            (not the datasheet's peak).
+        device_total_bytes, device_bytes: device memory that is there, and what a plan may use
+            (the rest is left to the runtime, workspaces and fragmentation).
+        device_bandwidth_bytes_per_second: device memory, reads plus writes.
+        h2d_bytes_per_second, d2h_bytes_per_second: each direction alone.
+        duplex_factor: share of those rates each direction keeps while both are busy (1: full
+            duplex; 0.5: the directions share one channel).
+        host_update_parameters_per_second: parameters updated per second by all host threads,
+            per optimizer.
+        host_bytes, nvme_bytes: capacities a plan may use; `nvme_bytes` 0 means no NVMe.
+        nvme_read_bytes_per_second, nvme_write_bytes_per_second: sustained, past the page cache.
+        devices: devices that share the work of one step.
+        interconnect_bytes_per_second: between the devices, per device and direction.
+        sources: where each figure comes from, by field name.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    device: str
+    matmul_flops_per_second: PositiveRate
+    device_total_bytes: ByteCount
+    device_bytes: ByteCount
+    device_bandwidth_bytes_per_second: PositiveRate
+    h2d_bytes_per_second: PositiveRate
+    d2h_bytes_per_second: PositiveRate
+    duplex_factor: Annotated[float, pydantic.Field(gt=0, le=1)]
+    host_update_parameters_per_second: Mapping[str, PositiveRate]
+    host_bytes: ByteCount
+    nvme_bytes: ByteCount = 0
+    nvme_read_bytes_per_second: PositiveRate | None = None
+    nvme_write_bytes_per_second: PositiveRate | None = None
+    devices: Annotated[int, pydantic.Field(ge=1)] = 1
+    interconnect_bytes_per_second: PositiveRate | None = None
+    sources: Mapping[str, str]
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> HardwareProfile:
+        missing = sorted(self.figure_names() - set(self.sources))
+        if missing:
+            raise ValueError(f"{missing[0]}: no source; write it as {{value: ..., source: ...}}")
+        surplus = sorted(set(self.sources) - self.figure_names())
+        if surplus:
+            raise ValueError(f"{surplus[0]}: a source, but no figure")
+        if self.device_bytes > self.device_total_bytes:
+            raise ValueError("device_bytes: more than device_total_bytes")
+        if self.nvme_bytes and not (self.nvme_read_bytes_per_second and self.nvme_write_bytes_per_second):
+            raise ValueError("nvme_bytes: needs nvme_read_bytes_per_second and nvme_write_bytes_per_second")
+        if self.devices > 1 and self.interconnect_bytes_per_second is None:
+            raise ValueError("interconnect_bytes_per_second: needed for more than one device")
+        return self
+
+    def figure_names(self) -> frozenset[str]:
+        """Names of the figures this profile states; updates as `host_update_...second.KIND`."""
+        given = {
+            name
+            for name in self.model_fields_set - _WORDS - {_UPDATE_KEY}
+            if getattr(self, name) is not None
+        }
+        return frozenset(given | {f"{_UPDATE_KEY}.{kind}" for kind in self.host_update_parameters_per_second})
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the profiles that ship with the package."""
+    folder = importlib.resources.files("lazyjax.hardware") / "presets"
+    return tuple(sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".yaml")))
+
+
+def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
+    """Reads a preset by name, or a profile file by path.
+
+    Raises:
+        ProfileError: no such preset or file, not YAML, an unknown or missing key, a figure
+            without a source, or a value out of range.
+    """
+    text = os.fspath(name_or_path)
+    if text in preset_names():
+        resource = importlib.resources.files("lazyjax.hardware") / "presets" / f"{text}.yaml"
+        return parse_profile(resource.read_text(), where=f"profile {text}")
+    path = pathlib.Path(text)
+    if not path.is_file():
+        raise ProfileError(
+            f"profile {text!r}: neither a file nor a preset; presets: {', '.join(preset_names())}"
+        )
+    return parse_profile(path.read_text(), where=f"profile {text}")
+
+
+def parse_profile(text: str, *, where: str) -> HardwareProfile:
+    """A profile from YAML text; `where` opens every error message.
+
+    Raises:
+        ProfileError: see `load_profile`.
+    """
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ProfileError(f"{where}: not YAML ({error})") from error
+    if not isinstance(document, dict):
+        raise ProfileError(f"{where}: expected keys and values at the top")
+    try:
+        return HardwareProfile.model_validate(_split_sources(document))
+    except pydantic.ValidationError as error:
+        raise ProfileError(f"{where}: {_first_error(error)}") from error
+
+
+def dump_profile(profile: HardwareProfile) -> str:
+    """The YAML text that `load_profile` reads back to an equal profile."""
+    document: dict[str, Any] = {"name": profile.name, "device": profile.device}
+    figures = profile.figure_names()
+    for field in HardwareProfile.model_fields:
+        value = getattr(profile, field)
+        if field == _UPDATE_KEY:
+            document[field] = {
+                kind: {"value": rate, "source": profile.sources[f"{field}.{kind}"]}
+                for kind, rate in value.items()
+            }
+        elif field in figures:
+            document[field] = {"value": value, "source": profile.sources[field]}
+    return yaml.safe_dump(document, sort_keys=False, width=110, allow_unicode=True)
+
+
+def _split_sources(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Turns `key: {value, source}` into the figure and an entry of `sources`."""
+    plain: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+
+    def take(key: str, entry: Any) -> Any:
+        if not isinstance(entry, dict) or "value" not in entry:
+            return entry
+        extra = sorted(set(entry) - {"value", "source"})
+        if extra:
+            return entry  # pydantic rejects the mapping and names the key
+        if "source" in entry:
+            sources[key] = str(entry["source"])
+        return entry["value"]
+
+    for key, entry in document.items():
+        if key == _UPDATE_KEY and isinstance(entry, dict):
+            plain[key] = {kind: take(f"{key}.{kind}", item) for kind, item in entry.items()}
+        else:
+            plain[str(key)] = take(str(key), entry)
+    plain["sources"] = sources
+    return plain
+
+
+def _first_error(error: pydantic.ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = [name for name in HardwareProfile.model_fields if name != "sources"]
+        return f"{key}: unknown key; known keys: {', '.join(known)}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}" if key else message
