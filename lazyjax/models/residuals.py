@@ -1,0 +1,79 @@
+"""Splitting a layer's forward from its backward, with named residuals in between.
+
+`jax.vjp` of a checkpointed layer returns its pullback as a pytree: the arguments verbatim
+(`args_res`) and whatever else the policy saved (`opaque_residuals`). Leaves that are inputs are
+left out, so that what crosses from the forward to the backward program is exactly the named
+tensors. The backward program traces the same split again and puts the stored tensors in place
+of the freshly traced ones; the forward that produced those is then dead code and is removed.
+
+Both the executor's kernels and the planner's cost model use this, and so agree on what a set of
+names means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+Apply = Callable[[Any, Array, Any], Array]
+
+
+def _split(apply: Apply, names: Sequence[str], params: Any, x: Array, context: Any) -> tuple[Array, Any, list[int]]:
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    layer = jax.checkpoint(lambda p, x: apply(p, x, context), policy=policy, prevent_cse=False)
+    y, pullback = jax.vjp(layer, params, x)
+    inputs = {id(leaf) for leaf in jax.tree.leaves((params, x, context))}
+    saved = [i for i, leaf in enumerate(pullback.opaque_residuals) if id(leaf) not in inputs]
+    if len(saved) != len(names):
+        raise ValueError(
+            f"saving {list(names)} keeps {len(saved)} tensors: each name must stand for one tensor "
+            "that the backward pass needs"
+        )
+    return y, pullback, saved
+
+
+def forward_saving(
+    apply: Apply, names: Sequence[str], params: Any, x: Array, context: Any
+) -> tuple[Array, tuple[Array, ...]]:
+    """The layer's output and the tensors called `names`.
+
+    Args:
+        apply: pure function (params, x, context) -> y.
+        names: in the order in which the layer computes them.
+
+    Raises:
+        ValueError: a name stands for no tensor, for several, or for one that backward never uses.
+    """
+    y, pullback, saved = _split(apply, names, params, x, context)
+    return y, tuple(pullback.opaque_residuals[i] for i in saved)
+
+
+def backward_from(
+    apply: Apply,
+    names: Sequence[str],
+    params: Any,
+    x: Array,
+    context: Any,
+    residuals: Sequence[Array],
+    y_gradient: Array,
+) -> tuple[Any, Array]:
+    """Gradients with respect to params and x, recomputing all that is not in `residuals`."""
+    _, pullback, saved = _split(apply, names, params, x, context)
+    stored = list(pullback.opaque_residuals)
+    for position, residual in zip(saved, residuals, strict=True):
+        stored[position] = residual
+    pullback.opaque_residuals = stored
+    return pullback(y_gradient)
+
+
+def residual_shapes(
+    apply: Apply, names: Sequence[str], params: Any, x: Any, context: Any
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes of the tensors called `names`, without computing anything."""
+    traced: tuple[jax.ShapeDtypeStruct, ...] = jax.eval_shape(
+        lambda p, x, c: forward_saving(apply, names, p, x, c)[1], params, x, context
+    )
+    return traced
