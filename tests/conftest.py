@@ -1,0 +1,30 @@
+"""Settings of every test run; they must stand before JAX or lazyjax is imported.
+
+Four virtual CPU devices serve the sharding tests (everything else uses the first one), annotations
+are checked at run time, and hypothesis draws the same examples every time.
+"""
+
+import os
+import pathlib
+
+_FLAG = "--xla_force_host_platform_device_count=4"
+if _FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+from jaxtyping import install_import_hook  # noqa: E402
+
+install_import_hook("lazyjax", "beartype.beartype")
+
+_CACHE = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
+jax.config.update("jax_compilation_cache_dir", str(_CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+jax.config.update("jax_platforms", "cpu")
+
+hypothesis.settings.register_profile(
+    "lazyjax", max_examples=25, deadline=None, derandomize=True, database=None, print_blob=True
+)
+hypothesis.settings.load_profile("lazyjax")
