@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from lazyjax.specs import ModelSpec, SlabLayout, slab_layout
+from lazyjax.specs import ModelSpec, Segment, SlabLayout, slab_layout
 from lazyjax.storage.master import join_master, split_master
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
@@ -27,6 +28,9 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "uint8": np.dtype(np.uint8),
     "int8": np.dtype(np.int8),
 }
+
+#: Elements converted at a time when a tensor is stored.
+_PIECE_ELEMENTS = 2**20
 
 
 class HostMemoryError(MemoryError):
@@ -70,11 +74,30 @@ class LayerSlabs:
 
     def master(self, segment_name: str) -> np.ndarray:
         """The fp32 master weights of one tensor, as a new array of its shape."""
-        for segment in self.layout.segments:
-            if segment.name == segment_name:
-                part = slice(segment.offset, segment.offset + segment.elements)
-                return join_master(self.hi[part], self.lo[part]).reshape(segment.shape)
-        raise KeyError(segment_name)
+        segment = self._segment(segment_name)
+        part = slice(segment.offset, segment.offset + segment.elements)
+        return join_master(self.hi[part], self.lo[part]).reshape(segment.shape)
+
+    def master_pieces(
+        self, segment_name: str, arrange: Callable[[np.ndarray], np.ndarray]
+    ) -> Iterator[np.ndarray]:
+        """The fp32 master weights of one tensor as `arrange` orders them, some rows at a time.
+
+        Args:
+            arrange: from an array of the segment's shape to a view of it with at least one axis,
+                e.g. its transpose.
+
+        Raises:
+            KeyError: no such tensor.
+        """
+        segment = self._segment(segment_name)
+        part = slice(segment.offset, segment.offset + segment.elements)
+        hi = arrange(self.hi[part].reshape(segment.shape))
+        lo = arrange(self.lo[part].reshape(segment.shape))
+        rows = max(1, _PIECE_ELEMENTS * hi.shape[0] // hi.size)
+        for start in range(0, hi.shape[0], rows):
+            piece = slice(start, start + rows)
+            yield join_master(np.ascontiguousarray(hi[piece]), np.ascontiguousarray(lo[piece]))
 
     def set_master(self, segment_name: str, value: np.ndarray) -> None:
         """Stores `value` (any float dtype, the segment's shape) as fp32 master weights.
@@ -82,15 +105,24 @@ class LayerSlabs:
         Raises:
             KeyError: no such tensor. ValueError: another shape.
         """
+        segment = self._segment(segment_name)
+        if value.shape != segment.shape:
+            raise ValueError(f"{segment_name}: shape {value.shape}, expected {segment.shape}")
+        # In pieces along the first axis: `value` may be a bf16 or transposed view of a large
+        # tensor, and an fp32 copy of the whole would triple the memory it takes.
+        row_elements = segment.elements // segment.shape[0]
+        rows = max(1, _PIECE_ELEMENTS // row_elements)
+        for start in range(0, segment.shape[0], rows):
+            flat = np.ascontiguousarray(value[start : start + rows], dtype=np.float32).reshape(-1)
+            first = segment.offset + start * row_elements
+            part = slice(first, first + flat.size)
+            split_master(flat, self.hi[part], self.lo[part])
+
+    def _segment(self, name: str) -> Segment:
         for segment in self.layout.segments:
-            if segment.name == segment_name:
-                if value.shape != segment.shape:
-                    raise ValueError(f"{segment_name}: shape {value.shape}, expected {segment.shape}")
-                part = slice(segment.offset, segment.offset + segment.elements)
-                flat = np.ascontiguousarray(value, dtype=np.float32).reshape(-1)
-                split_master(flat, self.hi[part], self.lo[part])
-                return
-        raise KeyError(segment_name)
+            if segment.name == name:
+                return segment
+        raise KeyError(name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

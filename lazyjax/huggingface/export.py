@@ -1,0 +1,193 @@
+"""Writing a model as a Hugging Face folder, tensor by tensor.
+
+The folder is written under another name and renamed when it is complete, and an existing one is
+never touched. Slabs are converted a few megabytes at a time, so the size of the model does not
+matter. What a source checkpoint held beside the text model goes through unchanged, and so do its
+config, tokenizer and generation settings.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from lazyjax.huggingface.checkpoint import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    Checkpoint,
+    LayerParameters,
+    ParameterStore,
+    Progress,
+    bind,
+)
+from lazyjax.huggingface.configs import to_hf_config
+from lazyjax.huggingface.key_maps import Entry, key_map, to_stored
+from lazyjax.huggingface.tensor_files import (
+    FLOAT_DTYPES,
+    CheckpointError,
+    OutgoingTensor,
+    StoredTensor,
+    read_pieces,
+    write_file,
+)
+from lazyjax.models.template import ModelTemplate
+
+ExportDtype = Literal["bfloat16", "float32"]
+_STORED_DTYPES: dict[ExportDtype, str] = {"bfloat16": "BF16", "float32": "F32"}
+
+#: Files copied from the source: tokenizer, chat template, generation and processor settings, terms.
+_COPIED = (
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+    "additional_chat_templates",
+    "generation_config.json",
+    "*processor_config.json",
+    "LICENSE*",
+    "NOTICE*",
+)
+
+
+def export(
+    folder: Path | str,
+    template: ModelTemplate,
+    store: ParameterStore,
+    source: Checkpoint | None = None,
+    *,
+    dtype: ExportDtype = "bfloat16",
+    max_shard_bytes: int = 5_000_000_000,
+    progress: Progress | None = None,
+) -> Path:
+    """Writes the store's master weights as a Hugging Face folder that Transformers loads.
+
+    A tied table is stored once, as Transformers does.
+
+    Args:
+        folder: must not exist; its parents are made.
+        source: the checkpoint that training started from. Without one the config is written from
+            the template, and there is no tokenizer.
+        dtype: of the text model's tensors; bfloat16 rounds the fp32 masters to nearest even. The
+            rest of a source keeps its own types.
+        max_shard_bytes: a file holds at most this much, unless one tensor is larger.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: `folder` exists, the source does not fit the template, or the disk has
+            too little room. Nothing is left behind.
+    """
+    folder = Path(folder)
+    if folder.exists() or folder.is_symlink():
+        raise CheckpointError(f"{folder} exists; export never overwrites, name another folder")
+    stored_dtype = _STORED_DTYPES[dtype]
+    binding = None if source is None else bind(source, template)
+    entries = key_map(template) if binding is None else binding.entries
+    rest: Sequence[StoredTensor] = () if binding is None else binding.rest
+    tensors = [_outgoing(entry, store, stored_dtype) for entry in entries]
+    tensors += [
+        OutgoingTensor(tensor.key, tensor.dtype, tensor.shape, functools.partial(read_pieces, tensor))
+        for tensor in rest
+    ]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _check_room(folder, sum(tensor.bytes for tensor in tensors))
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+    try:
+        config = to_hf_config(template.config) if source is None else dict(source.config)
+        _write_json(partial / CONFIG_FILE, _with_dtype(config, dtype))
+        if source is not None:
+            _copy_companions(source.folder, partial)
+        _write_weights(partial, tensors, max_shard_bytes, progress)
+        partial.chmod(0o755)
+        os.rename(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return folder
+
+
+def _check_room(folder: Path, needed_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(folder.parent).free
+    if free_bytes < needed_bytes:
+        raise CheckpointError(
+            f"{folder}: {needed_bytes / 1e9:.2f} GB to write, {free_bytes / 1e9:.2f} GB free there; "
+            "free some room or name a folder on another disk"
+        )
+
+
+def _outgoing(entry: Entry, store: ParameterStore, stored_dtype: str) -> OutgoingTensor:
+    pieces = functools.partial(_pieces, store.layers[entry.layer_index], entry, stored_dtype)
+    return OutgoingTensor(entry.key, stored_dtype, entry.stored_shape, pieces)
+
+
+def _pieces(layer: LayerParameters, entry: Entry, stored_dtype: str) -> Iterator[memoryview]:
+    for master in layer.master_pieces(entry.parameter, functools.partial(to_stored, entry.transform)):
+        # ml_dtypes rounds to nearest even, as Transformers and the reference checkpoints do.
+        yield memoryview(master.astype(FLOAT_DTYPES[stored_dtype]).reshape(-1).view(np.uint8))
+
+
+def _shards(tensors: Sequence[OutgoingTensor], max_shard_bytes: int) -> list[list[OutgoingTensor]]:
+    shards: list[list[OutgoingTensor]] = [[]]
+    used_bytes = 0
+    for tensor in tensors:
+        if shards[-1] and used_bytes + tensor.bytes > max_shard_bytes:
+            shards.append([])
+            used_bytes = 0
+        shards[-1].append(tensor)
+        used_bytes += tensor.bytes
+    return shards
+
+
+def _write_weights(
+    folder: Path, tensors: Sequence[OutgoingTensor], max_shard_bytes: int, progress: Progress | None
+) -> None:
+    total = sum(tensor.bytes for tensor in tensors)
+
+    def report(key: str, piece_bytes: int) -> None:
+        if progress is not None:
+            progress(key, piece_bytes, total)
+
+    shards = _shards(tensors, max_shard_bytes)
+    if len(shards) == 1:
+        write_file(folder / WEIGHTS_FILE, shards[0], report)
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_file(folder / name, shard, report)
+        weight_map.update({tensor.key: name for tensor in shard})
+    _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _with_dtype(config: dict[str, Any], dtype: ExportDtype) -> dict[str, Any]:
+    """The config with the exported element type, also for the text model inside a multimodal one."""
+    name = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config = {**config, name: dtype}
+    if "text_config" in config:
+        config["text_config"] = {**config["text_config"], name: dtype}
+    return config
+
+
+def _copy_companions(source: Path, target: Path) -> None:
+    for pattern in _COPIED:
+        for path in sorted(source.glob(pattern)):
+            if path.is_dir():
+                shutil.copytree(path, target / path.name, dirs_exist_ok=True)
+            else:
+                shutil.copyfile(path, target / path.name)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
