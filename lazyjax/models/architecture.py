@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.resources
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import pydantic
 
@@ -37,7 +37,7 @@ class Llama3Scaling(_Frozen):
     original_max_position_embeddings: int = pydantic.Field(gt=0)
 
     @pydantic.model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _ordered(self) -> Llama3Scaling:
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError("low_freq_factor must be below high_freq_factor")
         return self
@@ -73,7 +73,7 @@ class _Common(_Frozen):
         return int(self.head_dim * self.rope.partial_rotary_factor)
 
     @pydantic.model_validator(mode="after")
-    def _heads_fit(self) -> Self:
+    def _heads_fit(self) -> _Common:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads ({self.num_key_value_heads}) must divide "
@@ -117,7 +117,7 @@ class Qwen35Architecture(_Common):
     linear_value_head_dim: int = pydantic.Field(gt=0)
 
     @pydantic.model_validator(mode="after")
-    def _layers_fit(self) -> Self:
+    def _layers_fit(self) -> Qwen35Architecture:
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_types has {len(self.layer_types)} entries, "
