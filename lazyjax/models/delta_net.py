@@ -1,0 +1,265 @@
+"""The gated delta rule and the short causal convolution, both restarting at every segment.
+
+One head keeps a state S [E, F], an associative memory from keys to values. A token with query q,
+key k, value v, log decay g <= 0 and write strength beta does
+
+    S <- exp(g) S;   S <- S + k (beta (v - k^T S))^T;   o = q^T S
+
+(Yang, Kautz, Hatamizadeh, Gated Delta Networks, 2024, equation 10). `recurrent_gated_delta_rule`
+does just that and is the reference. `chunked_gated_delta_rule` computes the same from chunks of 64
+tokens: everything inside a chunk is a batched matrix product, and only the states at the borders
+of chunks depend on each other (section 3.3 there, and Yang et al. 2024, Parallelizing Linear
+Transformers with the Delta Rule, section 3).
+
+All arithmetic is float32. Exponentials are taken of sums of log decays between two tokens, which
+are never positive, and are masked before they are taken. Axes: see the legend in
+`lazyjax.models.layers`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+CHUNK_TOKENS = 64
+
+#: Triangular blocks up to this size are inverted by a power series: its terms stay below
+#: binomial(7, 3) = 35 times the entries, so that float32 does not cancel.
+_SERIES_SIZE = 8
+
+
+def segment_starts(segment_ids_BT: Int32[Array, "B T"]) -> Bool[Array, "B T"]:
+    """True at the first token of every run of equal segment ids."""
+    changed = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
+    return jnp.pad(changed, ((0, 0), (1, 0)), constant_values=True)
+
+
+def causal_convolution(
+    x_BTP: Float[Array, "B T P"], kernel_WP: Float[Array, "W P"], segment_ids_BT: Int32[Array, "B T"]
+) -> Float[Array, "B T P"]:
+    """Depthwise convolution over the last W tokens of the segment; tap W - 1 meets the token itself.
+
+    Sums in float32 and returns the dtype of x.
+    """
+    tokens = x_BTP.shape[1]
+    taps = kernel_WP.shape[0]
+    run_BT = jnp.cumsum(segment_starts(segment_ids_BT), axis=1)
+    total_BTP = jnp.zeros(x_BTP.shape, jnp.float32)
+    for back in range(min(taps, tokens)):
+        shift = ((0, 0), (back, 0))
+        earlier_BTP = jnp.pad(x_BTP, (*shift, (0, 0)))[:, :tokens]
+        same_BT1 = (jnp.pad(run_BT, shift)[:, :tokens] == run_BT)[:, :, None]
+        tap_P = kernel_WP[taps - 1 - back].astype(jnp.float32)
+        total_BTP += jnp.where(same_BT1, earlier_BTP.astype(jnp.float32), 0.0) * tap_P
+    return total_BTP.astype(x_BTP.dtype)
+
+
+def recurrent_gated_delta_rule(
+    q_BTKE: Float32[Array, "B T K E"],
+    k_BTKE: Float32[Array, "B T K E"],
+    v_BTKGF: Float32[Array, "B T K G F"],
+    g_BTKG: Float32[Array, "B T K G"],
+    beta_BTKG: Float32[Array, "B T K G"],
+    segment_ids_BT: Int32[Array, "B T"],
+) -> Float32[Array, "B T K G F"]:
+    """The rule token by token; see the module's docstring."""
+    rows, _, heads, key_size = k_BTKE.shape
+    groups, value_size = v_BTKGF.shape[-2:]
+
+    def step(s_BKGEF: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
+        q_BKE, k_BKE, v_BKGF, g_BKG, beta_BKG, start_B = token
+        kept_BKG = jnp.where(start_B[:, None, None], 0.0, jnp.exp(g_BKG))
+        s_BKGEF = s_BKGEF * kept_BKG[..., None, None]
+        change_BKGF = beta_BKG[..., None] * (v_BKGF - jnp.einsum("bke,bkgef->bkgf", k_BKE, s_BKGEF))
+        s_BKGEF = s_BKGEF + jnp.einsum("bke,bkgf->bkgef", k_BKE, change_BKGF)
+        return s_BKGEF, jnp.einsum("bke,bkgef->bkgf", q_BKE, s_BKGEF)
+
+    tokens = (q_BTKE, k_BTKE, v_BTKGF, g_BTKG, beta_BTKG, segment_starts(segment_ids_BT))
+    empty = jnp.zeros((rows, heads, groups, key_size, value_size), jnp.float32)
+    _, out = jax.lax.scan(step, empty, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens))
+    return jnp.moveaxis(out, 0, 1)
+
+
+def chunked_gated_delta_rule(
+    q_BTKE: Float32[Array, "B T K E"],
+    k_BTKE: Float32[Array, "B T K E"],
+    v_BTKGF: Float32[Array, "B T K G F"],
+    g_BTKG: Float32[Array, "B T K G"],
+    beta_BTKG: Float32[Array, "B T K G"],
+    segment_ids_BT: Int32[Array, "B T"],
+) -> Float32[Array, "B T K G F"]:
+    """The rule in chunks of 64 tokens, for any T: equal to `recurrent_gated_delta_rule`.
+
+    Inside a chunk, with d_ij the decay from token j to token i (0 across segments) and n_i what
+    token i finally writes, n = beta v - N n - (terms of the state before the chunk), where
+    N_ij = beta_i d_ij k_i.k_j for j < i. With X = (I + N)^-1, computed once, n = u - w S for
+    u = X (beta v) and w = X (beta k, decayed from the chunk's start).
+
+    The states before each chunk are named `delta_states`.
+    """
+    tokens = q_BTKE.shape[1]
+    padding = -tokens % CHUNK_TOKENS
+    q_CBKLE, k_CBKLE = _chunk(q_BTKE, padding, heads=1), _chunk(k_BTKE, padding, heads=1)
+    v_CBKGLF = _chunk(v_BTKGF, padding, heads=2)
+    g_CBKGL, beta_CBKGL = _chunk(g_BTKG, padding, heads=2), _chunk(beta_BTKG, padding, heads=2)
+    # Tokens of the padding join the last segment: with beta = 0 and g = 0 they change nothing.
+    run_CBL = _chunk(jnp.cumsum(segment_starts(segment_ids_BT), axis=1), padding, heads=0, mode="edge")
+    last_CB1 = run_CBL[..., -1:]
+    before_CB1 = jnp.pad(last_CB1[:-1], ((1, 0), (0, 0), (0, 0)))  # runs count from 1: 0 is none
+
+    coarse_CBKGL, fine_CBKGL = _running_sums(g_CBKGL)
+    causal_LL = jnp.tri(CHUNK_TOKENS, dtype=jnp.bool_)
+    sees_CBLL = (run_CBL[..., :, None] == run_CBL[..., None, :]) & causal_LL
+    decay_CBKGLL = _masked_exp(
+        (coarse_CBKGL[..., :, None] - coarse_CBKGL[..., None, :])
+        + (fine_CBKGL[..., :, None] - fine_CBKGL[..., None, :]),
+        sees_CBLL,
+    )
+    total_CBKGL = coarse_CBKGL + fine_CBKGL
+    from_start_CBKGL = _masked_exp(total_CBKGL, run_CBL == before_CB1)
+    to_end_CBKGL = _masked_exp(
+        (coarse_CBKGL[..., -1:] - coarse_CBKGL) + (fine_CBKGL[..., -1:] - fine_CBKGL), run_CBL == last_CB1
+    )
+    kept_CBKG = _masked_exp(total_CBKGL[..., -1:], last_CB1 == before_CB1)[..., 0]
+
+    similar_CBKLL = jnp.einsum("cbkie,cbkje->cbkij", k_CBKLE, k_CBKLE)
+    system_CBKGLL = jnp.where(
+        causal_LL & ~jnp.eye(CHUNK_TOKENS, dtype=jnp.bool_),
+        beta_CBKGL[..., None] * similar_CBKLL[:, :, :, None] * decay_CBKGLL,
+        0.0,
+    )
+    k_CBKGLE = k_CBKLE[:, :, :, None]
+    inverse_CBKGLL = inverse_of_unit_triangular(system_CBKGLL)
+    u_CBKGLF = inverse_CBKGLL @ (beta_CBKGL[..., None] * v_CBKGLF)
+    w_CBKGLE = inverse_CBKGLL @ ((beta_CBKGL * from_start_CBKGL)[..., None] * k_CBKGLE)
+    s_CBKGEF = border_states(kept_CBKG, to_end_CBKGL[..., None] * k_CBKGLE, u_CBKGLF, w_CBKGLE)
+
+    written_CBKGLF = u_CBKGLF - w_CBKGLE @ s_CBKGEF
+    attention_CBKLL = jnp.einsum("cbkie,cbkje->cbkij", q_CBKLE, k_CBKLE)
+    out_CBKGLF = (attention_CBKLL[:, :, :, None] * decay_CBKGLL) @ written_CBKGLF
+    out_CBKGLF += (from_start_CBKGL[..., None] * q_CBKLE[:, :, :, None]) @ s_CBKGEF
+    out_BCLKGF = jnp.transpose(out_CBKGLF, (1, 0, 4, 2, 3, 5))
+    return out_BCLKGF.reshape(*out_BCLKGF.shape[:1], -1, *out_BCLKGF.shape[3:])[:, :tokens]
+
+
+def _chunk(x: Array, padding: int, *, heads: int, mode: str = "constant") -> Array:
+    """[B, T, heads..., rest...] -> [C, B, heads..., L, rest...], `heads` being the number of head axes."""
+    x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2), mode=mode)
+    x = x.reshape(x.shape[0], -1, CHUNK_TOKENS, *x.shape[2:])
+    rest = tuple(range(3 + heads, x.ndim))
+    return jnp.transpose(x, (1, 0, *range(3, 3 + heads), 2, *rest))
+
+
+def _running_sums(g_L: Array) -> tuple[Array, Array]:
+    """Sums of log decays up to every token of the chunk, as coarse + fine parts.
+
+    What is used are differences between two tokens, and one strong decay anywhere would cost all
+    of them their last digits. The coarse part is a multiple of 2^-10 below 2^14, so that its sums
+    and their differences are exact; the fine part is small. exp(-200) is 0 in float32, hence the
+    bound.
+    """
+    g_L = jnp.maximum(g_L, -200.0)
+    coarse_L = jax.lax.stop_gradient(jnp.round(g_L * 1024) / 1024)
+    return jnp.cumsum(coarse_L, axis=-1), jnp.cumsum(g_L - coarse_L, axis=-1)
+
+
+def _masked_exp(exponent: Array, mask: Array) -> Array:
+    """exp where the mask holds, else 0; a masked exponent is never exponentiated."""
+    heads = exponent.ndim - mask.ndim
+    mask = jnp.expand_dims(mask, tuple(range(2, 2 + heads)))
+    return jnp.exp(jnp.where(mask, exponent, -jnp.inf))
+
+
+@jax.custom_jvp
+def inverse_of_unit_triangular(n_LL: Float32[Array, "*batch L L"]) -> Float32[Array, "*batch L L"]:
+    """(I + N)^-1 for strictly lower triangular N, L a power of two.
+
+    Halves are inverted together and joined, [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]],
+    down to blocks of 8, which are inverted by their finite power series. This is as accurate as
+    forward substitution, and made of matrix products only; they run in full float32, for errors
+    made here reach every later token of the chunk.
+    """
+    return _invert(n_LL)
+
+
+def _invert(n_LL: Array) -> Array:
+    size = n_LL.shape[-1]
+    if size <= _SERIES_SIZE:
+        identity = jnp.eye(size, dtype=n_LL.dtype)
+        inverse, power, terms = identity - n_LL, n_LL, 2
+        while terms < size:
+            power = _product(power, power)
+            inverse = _product(inverse, identity + power)
+            terms *= 2
+        return inverse
+    half = size // 2
+    diagonal = jnp.stack([n_LL[..., :half, :half], n_LL[..., half:, half:]])
+    first, second = _invert(diagonal)
+    corner = -_product(_product(second, n_LL[..., half:, :half]), first)
+    upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+    return jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+
+
+def _product(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+@inverse_of_unit_triangular.defjvp
+def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    inverse = _invert(*primals)
+    return inverse, -_product(_product(inverse, tangents[0]), inverse)
+
+
+@jax.custom_vjp
+def border_states(
+    kept_CBKG: Float32[Array, "C B K G"],
+    k_CBKGLE: Float32[Array, "C B K G L E"],
+    u_CBKGLF: Float32[Array, "C B K G L F"],
+    w_CBKGLE: Float32[Array, "C B K G L E"],
+) -> Float32[Array, "C B K G E F"]:
+    """The state before each chunk: S_0 = 0, S_c+1 = kept_c S_c + k_c^T (u_c - w_c S_c).
+
+    This is all that is sequential. Its backward pass is written out, for then the states are the
+    only thing it needs that is not at hand: whoever keeps `delta_states` [B, C, K, G, E, F] never
+    runs the sequence again.
+    """
+    return _named_states(kept_CBKG, k_CBKGLE, u_CBKGLF, w_CBKGLE)
+
+
+def _named_states(kept: Array, k: Array, u: Array, w: Array) -> Array:
+    def step(s: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+        kept, k, u, w = chunk
+        return kept[..., None, None] * s + jnp.matrix_transpose(k) @ (u - w @ s), s
+
+    empty = jnp.zeros((*k.shape[1:4], k.shape[-1], u.shape[-1]), jnp.float32)
+    _, states = jax.lax.scan(step, empty, (kept, k, u, w))
+    return jnp.moveaxis(checkpoint_name(jnp.moveaxis(states, 0, 1), "delta_states"), 1, 0)
+
+
+def _border_states_forward(kept: Array, k: Array, u: Array, w: Array) -> tuple[Array, tuple[Array, ...]]:
+    states = _named_states(kept, k, u, w)
+    return states, (kept, k, u, w, states)
+
+
+def _border_states_backward(saved: tuple[Array, ...], gradient: Array) -> tuple[Array, ...]:
+    kept, k, u, w, states = saved
+
+    def step(after: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+        kept, k, w, direct = chunk
+        before = direct + kept[..., None, None] * after - jnp.matrix_transpose(w) @ (k @ after)
+        return before, after
+
+    # `after`: gradient of the state behind the chunk.
+    _, after = jax.lax.scan(step, jnp.zeros_like(states[0]), (kept, k, w, gradient), reverse=True)
+    written_gradient = k @ after
+    return (
+        jnp.sum(states * after, axis=(-2, -1)),
+        (u - w @ states) @ jnp.matrix_transpose(after),
+        written_gradient,
+        -written_gradient @ jnp.matrix_transpose(states),
+    )
+
+
+border_states.defvjp(_border_states_forward, _border_states_backward)

@@ -1,0 +1,82 @@
+"""From a Flax NNX module to a layer kind: a pure function over a flat tuple of parameters.
+
+The module is built once under `nnx.eval_shape` and split; its graph definition is closed over.
+Rebuilding it from the leaves happens while tracing only, so a call costs what `jax.jit` of plain
+arrays costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jaxtyping import Array, PRNGKeyArray
+
+from lazyjax.models.template import Context, LayerKind
+from lazyjax.specs import TensorSpec
+
+#: Any length does: names do not depend on it.
+_TRACE_TOKENS = 2
+
+
+def layer_kind(
+    name: str, build: Callable[[nnx.Rngs], nnx.Module], input_shape: jax.ShapeDtypeStruct
+) -> LayerKind:
+    """Describes the layer that `build` makes, without allocating anything.
+
+    Args:
+        build: makes the module; draws initial values from the `params` stream.
+        input_shape: the module's first argument for one row, used to trace it once.
+    """
+    graph, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(params=0))))
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+    parameters = tuple(TensorSpec(_dotted(path), tuple(leaf.shape), "float32") for path, leaf in leaves)
+
+    def apply(params: tuple[Array, ...], x: Array, context: Context) -> Array:
+        module = nnx.merge(graph, jax.tree.unflatten(structure, params))
+        y: Array = module(x, context)
+        return y
+
+    @jax.jit
+    def initialize(key: PRNGKeyArray) -> tuple[Array, ...]:
+        return tuple(jax.tree.leaves(nnx.state(build(nnx.Rngs(params=key)))))
+
+    shapes = tuple(jax.ShapeDtypeStruct(tensor.shape, jnp.float32) for tensor in parameters)
+    row: Any = jax.ShapeDtypeStruct(input_shape.shape[:2], jnp.int32)
+    traced = jax.make_jaxpr(apply)(shapes, input_shape, Context(row, row))
+    names = tuple(_checkpoint_names(traced.jaxpr))
+    if len(set(names)) != len(names):
+        raise ValueError(f"{name}: a residual name stands for two tensors: {names}")
+    return LayerKind(name, parameters, names, apply, initialize)
+
+
+def block_kind(name: str, build: Callable[[nnx.Rngs], nnx.Module], hidden_size: int) -> LayerKind:
+    """The kind of a layer that maps x_BTD to x_BTD: a decoder block or the head."""
+    return layer_kind(name, build, jax.ShapeDtypeStruct((1, _TRACE_TOKENS, hidden_size), jnp.float32))
+
+
+def embed_kind(build: Callable[[nnx.Rngs], nnx.Module]) -> LayerKind:
+    """The kind of a layer that maps tokens_BT to x_BTD."""
+    return layer_kind("embed", build, jax.ShapeDtypeStruct((1, _TRACE_TOKENS), jnp.int32))
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey))
+
+
+def _checkpoint_names(jaxpr: Any) -> Iterator[str]:
+    """Names given by `checkpoint_name`, in program order, inner programs included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name":
+            yield equation.params["name"]
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):
+            if _is_program(inner):
+                yield from _checkpoint_names(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+
+
+def _is_program(value: Any) -> bool:
+    return isinstance(value, Jaxpr | ClosedJaxpr)

@@ -1,0 +1,304 @@
+"""Layers that the model families share, as Flax NNX modules and pure functions.
+
+Parameters arrive in the compute dtype (bfloat16 or float32) and matrix products run in it, with
+float32 accumulation; norms, rotary angles and softmax run in float32, as in the Transformers
+implementations that the parity tests compare with. Linear kernels are [in, out].
+
+Tensors whose saving spares a matrix product in the backward pass carry
+`jax.ad_checkpoint.checkpoint_name`. What follows elementwise from a named tensor is not named: it
+is recomputed at the price of reading it.
+
+LEGEND of axes, here and in all of `lazyjax.models`:
+    B rows          T tokens (S: tokens attended to)   D hidden      V vocabulary   M MLP inner
+    N query heads   K key/value heads                  H head size   R rotated part of a head
+    In the delta net: K key heads, G value heads per key head, E key head size, F value head size,
+    C chunks, L tokens of a chunk, W taps of the convolution, P its channels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from lazyjax.models.architecture import Llama3Scaling, Rope
+from lazyjax.models.template import Context
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float) -> Float[Array, "..."]:
+    """A float32 parameter drawn from N(0, stddev^2)."""
+    return stddev * jax.random.normal(rngs.params(), shape, jnp.float32)
+
+
+class Linear(nnx.Module):
+    """y = x @ kernel (+ bias), kernel [in, out]."""
+
+    def __init__(
+        self, in_size: int, out_size: int, *, stddev: float, rngs: nnx.Rngs, bias: bool = False
+    ) -> None:
+        self.kernel = nnx.Param(normal(rngs, (in_size, out_size), stddev))
+        self.bias = nnx.Param(jnp.zeros(out_size, jnp.float32)) if bias else None
+
+    def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
+        """Runs in the dtype of x and kernel."""
+        y = x @ self.kernel[...]
+        return y if self.bias is None else y + self.bias[...]
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x), scaled by the weight over the last axis.
+
+    With `zero_centered` the scale is 1 + weight and is applied in float32 (Qwen3.5); otherwise the
+    normalised value is rounded to the dtype of x first (Llama, Qwen2, Qwen3).
+    """
+
+    def __init__(self, size: int, *, eps: float, zero_centered: bool) -> None:
+        self.weight = nnx.Param(jnp.full(size, 0.0 if zero_centered else 1.0, jnp.float32))
+        self.eps = eps
+        self.zero_centered = zero_centered
+
+    def __call__(self, x: Float[Array, "... size"]) -> Float[Array, "... size"]:
+        """Normalises in float32; dtype kept."""
+        wide = x.astype(jnp.float32)
+        unit = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        if self.zero_centered:
+            return (unit * (1.0 + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+        return unit.astype(x.dtype) * self.weight[...]
+
+
+def inverse_frequencies(rope: Rope, rotary_dim: int) -> Float32[Array, "half_R"]:
+    """Radians per position of each rotated pair.
+
+    Computed where it is used: an array made outside would be a constant that every layer's
+    backward pass has to be handed. Source: RoFormer (Su et al. 2021), equation 15; scaling as in
+    Llama 3.1's reference code.
+    """
+    exponents = jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim
+    frequencies = 1.0 / jnp.power(jnp.float32(rope.theta), exponents)
+    return frequencies if rope.scaling is None else _llama3_frequencies(frequencies, rope.scaling)
+
+
+def _llama3_frequencies(frequencies: Array, scaling: Llama3Scaling) -> Array:
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = jnp.clip(keep, 0.0, 1.0)
+    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def rotary_angles(
+    positions_BT: Int32[Array, "B T"], frequencies: Float32[Array, "half_R"]
+) -> tuple[Float32[Array, "B T 1 half_R"], Float32[Array, "B T 1 half_R"]]:
+    """Cosine and sine of every position's angles, to be broadcast over heads."""
+    angles = positions_BT.astype(jnp.float32)[:, :, None, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(
+    x_BTNH: Float[Array, "B T N H"],
+    cosine: Float32[Array, "B T 1 half_R"],
+    sine: Float32[Array, "B T 1 half_R"],
+) -> Float[Array, "B T N H"]:
+    """Rotates the first 2 * half_R elements of every head; element i pairs with i + half_R."""
+    half = cosine.shape[-1]
+    wide = x_BTNH.astype(jnp.float32)
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    rotated = [first * cosine - second * sine, second * cosine + first * sine, rest]
+    return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
+
+
+def attention_mask(segment_ids_BT: Int32[Array, "B T"]) -> Bool[Array, "B 1 T S"]:
+    """True where a token may attend: same segment, not later.
+
+    Padding (segment 0) attends to padding, itself included, so that no row of the softmax is
+    empty; real tokens never see it.
+    """
+    tokens = segment_ids_BT.shape[1]
+    same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+    return (same_BTS & jnp.tri(tokens, dtype=jnp.bool_))[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionShape:
+    """What an attention layer looks like.
+
+    Attributes:
+        qkv_bias: whether the query, key and value projections have a bias.
+        qk_norm: whether every query and key head is normalised before rotation.
+        output_gate: whether the query projection also yields a gate per head element, whose
+            sigmoid scales the attention output.
+        zero_centered: form of the query and key norms, see `RMSNorm`.
+    """
+
+    hidden_size: int
+    query_heads: int
+    key_value_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope: Rope
+    rms_norm_eps: float
+    initializer_range: float
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    output_gate: bool = False
+    zero_centered: bool = False
+
+
+class Attention(nnx.Module):
+    """Causal self-attention inside segments, with grouped key/value heads.
+
+    Query, key and value are named as they leave their projections: norm and rotation follow
+    elementwise, and their own backward passes need the values before them.
+    """
+
+    def __init__(self, shape: AttentionShape, *, rngs: nnx.Rngs) -> None:
+        size, stddev, bias = shape.hidden_size, shape.initializer_range, shape.qkv_bias
+        query_size = shape.query_heads * shape.head_dim
+        key_size = shape.key_value_heads * shape.head_dim
+        gated_size = query_size * (2 if shape.output_gate else 1)
+        self.shape = shape
+        self.q_proj = Linear(size, gated_size, stddev=stddev, bias=bias, rngs=rngs)
+        self.k_proj = Linear(size, key_size, stddev=stddev, bias=bias, rngs=rngs)
+        self.v_proj = Linear(size, key_size, stddev=stddev, bias=bias, rngs=rngs)
+        self.o_proj = Linear(query_size, size, stddev=stddev, rngs=rngs)
+        if shape.qk_norm:
+            self.q_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps, zero_centered=shape.zero_centered)
+            self.k_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps, zero_centered=shape.zero_centered)
+
+    def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
+        """Attends; scores and softmax in float32."""
+        shape = self.shape
+        rows, tokens, _ = x_BTD.shape
+        heads = (rows, tokens, -1, shape.head_dim)
+        query = checkpoint_name(self.q_proj(x_BTD), "query")
+        k_BTKH = checkpoint_name(self.k_proj(x_BTD), "key").reshape(heads)
+        v_BTKH = checkpoint_name(self.v_proj(x_BTD), "value").reshape(heads)
+        gate_BTNH = None
+        if shape.output_gate:
+            q_BTNH, gate_BTNH = jnp.split(query.reshape(rows, tokens, -1, 2 * shape.head_dim), 2, axis=-1)
+        else:
+            q_BTNH = query.reshape(heads)
+        if shape.qk_norm:
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        cosine, sine = rotary_angles(context.positions_BT, inverse_frequencies(shape.rope, shape.rotary_dim))
+        out_BTNH = jax.nn.dot_product_attention(
+            rotate(q_BTNH, cosine, sine),
+            rotate(k_BTKH, cosine, sine),
+            v_BTKH,
+            mask=attention_mask(context.segment_ids_BT),
+            scale=shape.head_dim**-0.5,
+        )
+        out_BTNH = checkpoint_name(out_BTNH, "attention_out")
+        if gate_BTNH is not None:
+            out_BTNH = out_BTNH * jax.nn.sigmoid(gate_BTNH)
+        return self.o_proj(out_BTNH.reshape(rows, tokens, -1))
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, inner_size: int, *, stddev: float, rngs: nnx.Rngs) -> None:
+        self.gate_proj = Linear(hidden_size, inner_size, stddev=stddev, rngs=rngs)
+        self.up_proj = Linear(hidden_size, inner_size, stddev=stddev, rngs=rngs)
+        self.down_proj = Linear(inner_size, hidden_size, stddev=stddev, rngs=rngs)
+
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Names both inner projections."""
+        gate_BTM = checkpoint_name(self.gate_proj(x_BTD), "gate")
+        up_BTM = checkpoint_name(self.up_proj(x_BTD), "up")
+        return self.down_proj(jax.nn.silu(gate_BTM) * up_BTM)
+
+
+class AttentionBlock(nnx.Module):
+    """A decoder block: attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, shape: AttentionShape, inner_size: int, *, rngs: nnx.Rngs) -> None:
+        size, eps, zero_centered = shape.hidden_size, shape.rms_norm_eps, shape.zero_centered
+        self.input_layernorm = RMSNorm(size, eps=eps, zero_centered=zero_centered)
+        self.self_attn = Attention(shape, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(size, eps=eps, zero_centered=zero_centered)
+        self.mlp = SwiGLU(size, inner_size, stddev=shape.initializer_range, rngs=rngs)
+
+    def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
+        """Names the residual stream between the two."""
+        x_BTD = checkpoint_name(x_BTD + self.self_attn(self.input_layernorm(x_BTD), context), "post_mixer")
+        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+
+
+@jax.custom_vjp
+def look_up(table_VD: Float[Array, "V D"], tokens_BT: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Rows of the table. Its gradient is summed in float32, whatever the dtype of the table.
+
+    A plain gather's transpose would add thousands of occurrences of a frequent token in bfloat16,
+    where the sum stops growing after a few hundred.
+    """
+    return table_VD[tokens_BT]
+
+
+def _look_up_forward(
+    table_VD: Float[Array, "V D"], tokens_BT: Int32[Array, "B T"]
+) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "V D"], Int32[Array, "B T"]]]:
+    return table_VD[tokens_BT], (table_VD, tokens_BT)
+
+
+def _look_up_backward(
+    saved: tuple[Float[Array, "V D"], Int32[Array, "B T"]], gradient_BTD: Float[Array, "B T D"]
+) -> tuple[Float[Array, "V D"], None]:
+    # Equal tokens are brought together and summed first, so that float32 is needed for B T rows
+    # and not for the whole table.
+    table_VD, tokens_BT = saved
+    tokens = tokens_BT.reshape(-1)
+    order = jnp.argsort(tokens)
+    ordered = tokens[order]
+    first = jnp.concatenate([jnp.ones(1, jnp.bool_), ordered[1:] != ordered[:-1]])
+    group = jnp.cumsum(first) - 1
+    rows = gradient_BTD.reshape(tokens.size, -1)[order].astype(jnp.float32)
+    sums = jnp.zeros(rows.shape, jnp.float32).at[group].add(rows, indices_are_sorted=True)
+    # Groups beyond the last one keep the index V, which lies outside and is dropped.
+    vocabulary = table_VD.shape[0]
+    target = jnp.full(tokens.size, vocabulary, tokens.dtype).at[group].set(ordered, indices_are_sorted=True)
+    return jnp.zeros_like(table_VD).at[target].set(sums.astype(table_VD.dtype), mode="drop"), None
+
+
+look_up.defvjp(_look_up_forward, _look_up_backward)
+
+
+class Embed(nnx.Module):
+    """Token embedding: the first streamed layer."""
+
+    def __init__(self, vocabulary_size: int, hidden_size: int, *, stddev: float, rngs: nnx.Rngs) -> None:
+        self.table = nnx.Param(normal(rngs, (vocabulary_size, hidden_size), stddev))
+
+    def __call__(self, tokens_BT: Int32[Array, "B T"], context: Context) -> Float[Array, "B T D"]:
+        """Looks the tokens up; the context has no say."""
+        return look_up(self.table[...], tokens_BT)
+
+
+class Head(nnx.Module):
+    """The last streamed layer: final norm, and the output table unless it is tied.
+
+    Only the norm is applied here: logits of a whole sequence never exist, so the product with the
+    table belongs to the loss.
+    """
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        hidden_size: int,
+        *,
+        eps: float,
+        zero_centered: bool,
+        tied: bool,
+        stddev: float,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.final_norm = RMSNorm(hidden_size, eps=eps, zero_centered=zero_centered)
+        self.lm_head = None if tied else nnx.Param(normal(rngs, (vocabulary_size, hidden_size), stddev))
+
+    def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
+        """Applies the final norm; the context has no say."""
+        return self.final_norm(x_BTD)

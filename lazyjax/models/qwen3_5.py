@@ -1,0 +1,181 @@
+"""The text model of Qwen3.5 and Qwen3.6: gated delta net blocks with gated full attention between.
+
+Numerics follow `transformers.models.qwen3_5`: norms, gates, decays and the delta rule in float32,
+projections in the compute dtype. Axes: see the legend in `lazyjax.models.layers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Float32
+
+from lazyjax.models.architecture import Qwen35Architecture
+from lazyjax.models.delta_net import causal_convolution, chunked_gated_delta_rule
+from lazyjax.models.kinds import block_kind
+from lazyjax.models.layers import AttentionBlock, AttentionShape, Linear, RMSNorm, SwiGLU, normal
+from lazyjax.models.template import Context, LayerKind
+
+#: Added to the squared length of queries and keys, as in the reference.
+_UNIT_EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNetShape:
+    """What a gated delta net layer looks like; E and F are the sizes of key and value heads."""
+
+    hidden_size: int
+    key_heads: int
+    groups: int
+    key_head_dim: int
+    value_head_dim: int
+    convolution_taps: int
+    rms_norm_eps: float
+    initializer_range: float
+
+
+class GatedRMSNorm(nnx.Module):
+    """silu(gate) * weight * x / rms(x) over the last axis."""
+
+    def __init__(self, size: int, *, eps: float) -> None:
+        self.weight = nnx.Param(jnp.ones(size, jnp.float32))
+        self.eps = eps
+
+    def __call__(
+        self, x: Float[Array, "... size"], gate: Float[Array, "... size"]
+    ) -> Float[Array, "... size"]:
+        """Normalises and gates in float32; dtype kept."""
+        wide = x.astype(jnp.float32)
+        unit = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        scaled = self.weight[...] * unit.astype(x.dtype)
+        return (scaled * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+
+
+class ShortConvolution(nnx.Module):
+    """Causal depthwise convolution; the kernel is [taps, channels], its last tap meets the token itself."""
+
+    def __init__(self, taps: int, channels: int, *, stddev: float, rngs: nnx.Rngs) -> None:
+        self.kernel = nnx.Param(normal(rngs, (taps, channels), stddev))
+
+    def __call__(self, x_BTP: Float[Array, "B T P"], context: Context) -> Float[Array, "B T P"]:
+        """Restarts at every segment."""
+        return causal_convolution(x_BTP, self.kernel[...], context.segment_ids_BT)
+
+
+class GatedDeltaNet(nnx.Module):
+    """Linear attention by the gated delta rule, with a short convolution before and a gated norm after.
+
+    Named: the two large projections, the states at the borders of chunks, and the rule's output.
+    """
+
+    def __init__(self, shape: DeltaNetShape, *, rngs: nnx.Rngs) -> None:
+        size, stddev = shape.hidden_size, shape.initializer_range
+        value_heads = shape.key_heads * shape.groups
+        value_size = value_heads * shape.value_head_dim
+        mixed_size = 2 * shape.key_heads * shape.key_head_dim + value_size
+        self.shape = shape
+        self.in_proj_qkv = Linear(size, mixed_size, stddev=stddev, rngs=rngs)
+        self.in_proj_z = Linear(size, value_size, stddev=stddev, rngs=rngs)
+        self.in_proj_b = Linear(size, value_heads, stddev=stddev, rngs=rngs)
+        self.in_proj_a = Linear(size, value_heads, stddev=stddev, rngs=rngs)
+        self.conv1d = ShortConvolution(shape.convolution_taps, mixed_size, stddev=stddev, rngs=rngs)
+        self.dt_bias = nnx.Param(jnp.ones(value_heads, jnp.float32))
+        self.A_log = nnx.Param(
+            jnp.log(jax.random.uniform(rngs.params(), (value_heads,), jnp.float32, minval=0.01, maxval=16.0))
+        )
+        self.norm = GatedRMSNorm(shape.value_head_dim, eps=shape.rms_norm_eps)
+        self.out_proj = Linear(value_size, size, stddev=stddev, rngs=rngs)
+
+    def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
+        """Mixes tokens; decays, write strengths and the rule in float32."""
+        shape = self.shape
+        heads = (*x_BTD.shape[:2], shape.key_heads)
+        mixed_BTP = checkpoint_name(self.in_proj_qkv(x_BTD), "delta_qkv")
+        z_BTKGF = checkpoint_name(self.in_proj_z(x_BTD), "delta_z").reshape(
+            *heads, shape.groups, shape.value_head_dim
+        )
+        beta_BTKG = jax.nn.sigmoid(self.in_proj_b(x_BTD).astype(jnp.float32)).reshape(*heads, shape.groups)
+        g_BTKG = self.log_decay(self.in_proj_a(x_BTD)).reshape(*heads, shape.groups)
+
+        mixed_BTP = jax.nn.silu(self.conv1d(mixed_BTP, context)).astype(jnp.float32)
+        key_size = shape.key_heads * shape.key_head_dim
+        q_BTKE, k_BTKE, v_BTKGF = (
+            part.reshape(*heads, *rest)
+            for part, rest in zip(
+                jnp.split(mixed_BTP, (key_size, 2 * key_size), axis=-1),
+                ((shape.key_head_dim,), (shape.key_head_dim,), (shape.groups, shape.value_head_dim)),
+                strict=True,
+            )
+        )
+        out_BTKGF = chunked_gated_delta_rule(
+            _unit(q_BTKE) * shape.key_head_dim**-0.5,
+            _unit(k_BTKE),
+            v_BTKGF,
+            g_BTKG,
+            beta_BTKG,
+            context.segment_ids_BT,
+        )
+        out_BTKGF = checkpoint_name(out_BTKGF.astype(x_BTD.dtype), "delta_out")
+        return self.out_proj(self.norm(out_BTKGF, z_BTKGF).reshape(*x_BTD.shape[:2], -1))
+
+    def log_decay(self, a: Float[Array, "B T heads"]) -> Float32[Array, "B T heads"]:
+        """g = -exp(A_log) softplus(a + dt_bias), never positive."""
+        a = a.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
+        return -jnp.exp(self.A_log[...].astype(jnp.float32)) * jax.nn.softplus(a)
+
+
+def _unit(x: Float32[Array, "... size"]) -> Float32[Array, "... size"]:
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _UNIT_EPS)
+
+
+class DeltaNetBlock(nnx.Module):
+    """A decoder block whose mixer is a gated delta net."""
+
+    def __init__(self, shape: DeltaNetShape, inner_size: int, *, rngs: nnx.Rngs) -> None:
+        size, eps = shape.hidden_size, shape.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps=eps, zero_centered=True)
+        self.linear_attn = GatedDeltaNet(shape, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(size, eps=eps, zero_centered=True)
+        self.mlp = SwiGLU(size, inner_size, stddev=shape.initializer_range, rngs=rngs)
+
+    def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
+        """Names the residual stream between the two."""
+        x_BTD = checkpoint_name(x_BTD + self.linear_attn(self.input_layernorm(x_BTD), context), "post_mixer")
+        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+
+
+def block_kinds(config: Qwen35Architecture) -> tuple[LayerKind, ...]:
+    """The kinds of block that occur in `config.layer_types`."""
+    attention = AttentionShape(
+        hidden_size=config.hidden_size,
+        query_heads=config.num_attention_heads,
+        key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        rotary_dim=config.rotary_dim,
+        rope=config.rope,
+        rms_norm_eps=config.rms_norm_eps,
+        initializer_range=config.initializer_range,
+        qk_norm=True,
+        output_gate=True,
+        zero_centered=True,
+    )
+    delta_net = DeltaNetShape(
+        hidden_size=config.hidden_size,
+        key_heads=config.linear_num_key_heads,
+        groups=config.linear_num_value_heads // config.linear_num_key_heads,
+        key_head_dim=config.linear_key_head_dim,
+        value_head_dim=config.linear_value_head_dim,
+        convolution_taps=config.linear_conv_kernel_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        initializer_range=config.initializer_range,
+    )
+    builders = {
+        "full_attention": lambda rngs: AttentionBlock(attention, config.intermediate_size, rngs=rngs),
+        "linear_attention": lambda rngs: DeltaNetBlock(delta_net, config.intermediate_size, rngs=rngs),
+    }
+    used = sorted(set(config.layer_types))
+    return tuple(block_kind(name, builders[name], config.hidden_size) for name in used)

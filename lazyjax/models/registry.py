@@ -1,0 +1,84 @@
+"""Which families exist, and templates and initial parameters for any of them."""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import jax
+import numpy as np
+from jaxtyping import Float32, PRNGKeyArray
+
+from lazyjax.models import qwen2, qwen3, qwen3_5
+from lazyjax.models.architecture import (
+    Architecture,
+    Qwen2Architecture,
+    Qwen3Architecture,
+    Qwen35Architecture,
+)
+from lazyjax.models.kinds import block_kind, embed_kind
+from lazyjax.models.layers import Embed, Head
+from lazyjax.models.template import LayerKind, ModelTemplate, ParameterRef
+from lazyjax.specs import LayerSpec, ModelSpec
+
+
+def _blocks(config: Architecture) -> tuple[tuple[LayerKind, ...], tuple[str, ...]]:
+    """The kinds of block, and the kind of every block."""
+    match config:
+        case Qwen2Architecture():
+            return qwen2.block_kinds(config), ("full_attention",) * config.num_hidden_layers
+        case Qwen3Architecture():
+            return qwen3.block_kinds(config), ("full_attention",) * config.num_hidden_layers
+        case Qwen35Architecture():
+            return qwen3_5.block_kinds(config), config.layer_types
+
+
+@functools.cache
+def build_template(config: Architecture) -> ModelTemplate:
+    """The template of `config`; equal configs give the same object, and so share compiled functions."""
+    zero_centered = isinstance(config, Qwen35Architecture)
+    embed = embed_kind(
+        lambda rngs: Embed(config.vocab_size, config.hidden_size, stddev=config.initializer_range, rngs=rngs)
+    )
+    head = block_kind(
+        "head",
+        lambda rngs: Head(
+            config.vocab_size,
+            config.hidden_size,
+            eps=config.rms_norm_eps,
+            zero_centered=zero_centered,
+            tied=config.tie_word_embeddings,
+            stddev=config.initializer_range,
+            rngs=rngs,
+        ),
+        config.hidden_size,
+    )
+    blocks, block_names = _blocks(config)
+    kinds = {kind.name: kind for kind in (embed, *blocks, head)}
+    layers = [LayerSpec("embed", "embed", embed.parameters)]
+    for index, name in enumerate(block_names):
+        layers.append(LayerSpec(f"layers.{index}", name, kinds[name].parameters))
+    layers.append(LayerSpec("head", "head", head.parameters))
+    spec = ModelSpec(
+        name=config.name,
+        family=config.family,
+        hidden_size=config.hidden_size,
+        vocabulary_size=config.vocab_size,
+        tied=config.tie_word_embeddings,
+        layers=tuple(layers),
+    )
+    table = ParameterRef(0, 0) if config.tie_word_embeddings else ParameterRef(len(layers) - 1, 1)
+    return ModelTemplate(config, spec, types.MappingProxyType(kinds), table)
+
+
+def init_parameters(
+    template: ModelTemplate, layer_index: int, key: PRNGKeyArray
+) -> dict[str, Float32[np.ndarray, "..."]]:
+    """Initial parameters of one layer, by name, as the family initialises them.
+
+    The same key gives every layer other values: it is folded with the layer's index.
+    """
+    kind = template.kind(layer_index)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        values = jax.device_get(kind.initialize(jax.random.fold_in(key, layer_index)))
+    return {tensor.name: value for tensor, value in zip(kind.parameters, values, strict=True)}
