@@ -118,8 +118,12 @@ def export(
     return folder
 
 
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
 def _check_room(folder: Path, needed_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(folder.parent).free
+    free_bytes = _free_bytes(folder.parent)
     if free_bytes < needed_bytes:
         raise CheckpointError(
             f"{folder}: {needed_bytes / 1e9:.2f} GB to write, {free_bytes / 1e9:.2f} GB free there; "
