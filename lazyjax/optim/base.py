@@ -8,7 +8,7 @@ factor, arrives as an argument. All checks run before the first byte is written.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import UInt8
@@ -29,6 +29,7 @@ class HostUpdateError(ValueError):
     """A slab, state array or scalar that a host update refuses; nothing was written."""
 
 
+@runtime_checkable
 class HostOptimizer(Protocol):
     """Updates one layer's slabs in place.
 
@@ -145,3 +146,20 @@ def _check_array(
         raise HostUpdateError(f"{name} is not aligned to {ALIGNMENT_BYTES} bytes")
     if writable and not array.flags.writeable:
         raise HostUpdateError(f"{name} is read-only")
+
+
+def check_hyperparameters(b1: float, b2: float, eps: float, weight_decay: float, threads: int) -> None:
+    """Refuses AdamW settings that no step could use.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    for name, decay in (("b1", b1), ("b2", b2)):
+        if not 0 <= decay < 1:
+            raise ValueError(f"{name} is {decay}, not within [0, 1)")
+    if not 0 < eps < math.inf:
+        raise ValueError(f"eps is {eps}; it has to be positive, or an unused parameter divides by zero")
+    if not 0 <= weight_decay < math.inf:
+        raise ValueError(f"weight_decay is {weight_decay}; it has to be finite and not negative")
+    if threads < 1:
+        raise ValueError(f"threads is {threads}; at least one updates")

@@ -12,7 +12,10 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-ClipMode = Literal["global", "none", "per_layer"]
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+ClipMode = Literal["global_norm", "none", "per_layer"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,7 +23,7 @@ class ClipRule:
     """How gradients are clipped.
 
     Attributes:
-        mode: `global` scales all gradients by one factor so that their joint norm is at most
+        mode: `global_norm` scales all gradients by one factor so that their joint norm is at most
             `max_norm` (as `optax.clip_by_global_norm`); `none` leaves them; `per_layer` clips every
             layer's norm on its own, which is a different method with different results.
         max_norm: positive.
@@ -29,7 +32,7 @@ class ClipRule:
         ValueError: `max_norm` is not a positive finite number.
     """
 
-    mode: ClipMode = "global"
+    mode: ClipMode = "global_norm"
     max_norm: float = 1.0
 
     def __post_init__(self) -> None:
@@ -41,7 +44,7 @@ class ClipRule:
         match self.mode:
             case "none":
                 return (1.0,) * len(squared_norms)
-            case "global":
+            case "global_norm":
                 return (self._factor(global_norm(squared_norms)),) * len(squared_norms)
             case "per_layer":
                 return tuple(self._factor(math.sqrt(squared)) for squared in squared_norms)
@@ -55,3 +58,10 @@ def global_norm(squared_norms: Sequence[float]) -> float:
     if not all(map(math.isfinite, squared_norms)):
         return math.nan
     return math.sqrt(math.fsum(squared_norms))
+
+
+def clip_factor(squared_norm: Float32[Array, ""], max_norm: float | Array) -> Float32[Array, ""]:
+    """The factor of mode `global_norm`, traceable; NaN for a non-finite norm."""
+    norm = jnp.sqrt(squared_norm)
+    factor = jnp.where(norm < max_norm, 1.0, max_norm / norm)
+    return jnp.where(jnp.isfinite(norm), factor, jnp.nan).astype(jnp.float32)
