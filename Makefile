@@ -72,7 +72,7 @@ endef
 
 export PYTHON
 
-$(STAMP): requirements.txt pyproject.toml $(wildcard setup.py) $(wildcard lazyjax/optim/native/*)
+$(STAMP): requirements.txt pyproject.toml $(wildcard setup.py) $(wildcard lazyjax/optim/native/*.cpp lazyjax/optim/native/*.h)
 	@$(FIND_PYTHON); \
 	$(FIND_CUDA); \
 	echo "Making $(VENV) with $$("$$found" --version) ($$found); the first time takes a few minutes"; \

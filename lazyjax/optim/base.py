@@ -31,18 +31,17 @@ class HostUpdateError(ValueError):
 
 @runtime_checkable
 class HostOptimizer(Protocol):
-    """Updates one layer's slabs in place.
-
-    Attributes:
-        name: as accepted by `lazyjax.optim.make.make_host_optimizer`.
-        state_version: format of the state arrays; a state of another version is refused.
-    """
+    """Updates one layer's slabs in place."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """As accepted by `lazyjax.optim.make.make_host_optimizer`."""
+        ...
 
     @property
-    def state_version(self) -> str: ...
+    def state_version(self) -> str:
+        """Format of the state arrays; a state of another version is refused."""
+        ...
 
     def describe_state(self, layout: SlabLayout) -> StateDescription:
         """Array name -> (shape, dtype name) of the state of one layer; allocates nothing."""

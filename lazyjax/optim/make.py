@@ -1,0 +1,55 @@
+"""Host optimizers by the name that configurations use."""
+
+from __future__ import annotations
+
+import os
+
+from lazyjax.optim.adamw import Bf16AdamW, Fp32AdamW
+from lazyjax.optim.base import HostOptimizer
+from lazyjax.optim.host8bit import Hybrid8bit
+
+OPTIMIZERS: dict[str, type[Bf16AdamW] | type[Fp32AdamW] | type[Hybrid8bit]] = {
+    "bf16_adamw": Bf16AdamW,
+    "fp32_adamw": Fp32AdamW,
+    "hybrid8bit": Hybrid8bit,
+}
+
+
+def make_host_optimizer(
+    name: str,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    threads: int = 0,
+    cpus: tuple[int, ...] = (),
+    path: str = "auto",
+) -> HostOptimizer:
+    """An optimizer from its settings.
+
+    Args:
+        name: a key of `OPTIMIZERS`.
+        threads: of the update; 0 takes every CPU that this process may use.
+        cpus: thread i is bound to cpus[i % len(cpus)]; empty: not bound.
+        path: `auto`, `pure`, `portable`, `avx2` or `avx512`.
+
+    Raises:
+        ValueError: an unknown name, or a setting out of its range.
+    """
+    if name not in OPTIMIZERS:
+        raise ValueError(f"there is no optimizer {name!r}; there are {', '.join(sorted(OPTIMIZERS))}")
+    return OPTIMIZERS[name](
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+        threads=threads or usable_cpus(),
+        cpus=cpus,
+        path=path,
+    )
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
