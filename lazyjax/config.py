@@ -86,9 +86,9 @@ class DataConfig(_Group):
     """What is learned, and how rows become batches.
 
     Attributes:
-        source: `problems` (ships with the package), a JSON or JSONL file, or `hub:NAME` for a
-            data set of the Hugging Face hub (extra `hub`).
-        format: of the rows; `auto` tells from the first row's keys.
+        source: `problems` (ships with the package), a JSON or JSON Lines file, or the name of a
+            data set of the Hugging Face hub such as `meta-math/MetaMathQA` (extra `hub`).
+        hub_split: which split of a hub data set is read; files have none.
         tokenizer: folder of the tokenizer; by default the model folder's, or the packaged one.
         sequence_length: tokens of a sequence.
         rows: sequences of one step's batch.
@@ -100,7 +100,7 @@ class DataConfig(_Group):
     """
 
     source: str = "problems"
-    format: Literal["auto", "metamath", "alpaca", "messages"] = "auto"
+    hub_split: str = "train"
     tokenizer: pathlib.Path | None = None
     sequence_length: PositiveInt = 1024
     rows: PositiveInt = 8
@@ -120,7 +120,7 @@ class OptimizerConfig(_Group):
         schedule: after warm-up: constant, or down to `final_fraction` of the peak.
         warmup_steps: steps of linear warm-up from zero.
         decay_vectors: whether weight decay also covers biases and norms.
-        clip: gradient norm over the whole model, over each layer, or no clipping.
+        clip: by the norm over the whole model, by each layer's own norm, or not at all.
         clip_norm: the largest norm that passes unscaled.
         gradient_dtype: of gradients on their way to the host.
         threads: of the host update; 0 takes every core.
@@ -133,7 +133,7 @@ class OptimizerConfig(_Group):
     epsilon: Annotated[float, pydantic.Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, pydantic.Field(ge=0)] = 0.01
     decay_vectors: bool = False
-    clip: Literal["global", "per_layer", "none"] = "global"
+    clip: Literal["global_norm", "per_layer", "none"] = "global_norm"
     clip_norm: Annotated[float, pydantic.Field(gt=0)] = 1.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0

@@ -1,0 +1,83 @@
+"""The folder of one run: everything needed to repeat and to judge it.
+
+    config.yaml     the resolved configuration; `lazyjax train config.yaml` repeats the run
+    plan.json       the plan that was executed
+    metrics.jsonl   one JSON object per step and per evaluation
+    tensorboard/    the same numbers for TensorBoard
+    timeline.json   the last step's operations, for ui.perfetto.dev
+    summary.json    how the run ended, on which device, and its main figures
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lazyjax.config import Config, dump_config
+from lazyjax.planning.plan import Plan
+from lazyjax.timeline import Timeline, write_perfetto
+
+
+class RunFolderError(ValueError):
+    """A run folder that cannot be made or already holds a run."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths and writers of one run's records."""
+
+    path: pathlib.Path
+
+    @property
+    def metrics(self) -> pathlib.Path:
+        """The metrics log."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> pathlib.Path:
+        """Folder of TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    def write_config(self, config: Config) -> None:
+        """Writes config.yaml."""
+        (self.path / "config.yaml").write_text(dump_config(config))
+
+    def write_plan(self, plan: Plan) -> None:
+        """Writes plan.json."""
+        plan.save(self.path / "plan.json")
+
+    def write_timeline(self, timelines: Sequence[Timeline]) -> None:
+        """Writes timeline.json."""
+        write_perfetto(timelines, self.path / "timeline.json")
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Writes summary.json."""
+        (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def create_run_folder(config: Config, model_name: str) -> RunFolder:
+    """Makes the run's folder and writes the resolved configuration into it.
+
+    Raises:
+        RunFolderError: the folder holds something already, or cannot be made.
+    """
+    name = config.run.name
+    if name is None:
+        moment = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        name = f"{moment}-{re.sub(r'[^A-Za-z0-9_.+-]+', '-', model_name)}"
+    path = config.run.folder / name
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise RunFolderError(f"{path} is not empty; choose another run.name or move the folder away")
+        resolved = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+        folder = RunFolder(path)
+        folder.write_config(resolved)
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be written ({error.strerror})") from error
+    return folder

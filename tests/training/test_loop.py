@@ -1,0 +1,202 @@
+"""The loop's bookkeeping, with an executor whose every answer is known beforehand."""
+
+import dataclasses
+import io
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from lazyjax.batch import Batch
+from lazyjax.execution.executor import NonFiniteStepsError, StepResult
+from lazyjax.timeline import Event, Resource, Timeline
+from lazyjax.training.display import Display
+from lazyjax.training.loop import Course, Trainer
+from lazyjax.training.run_folder import RunFolder
+
+ROWS, LENGTH = 2, 4
+
+
+def make_batch() -> Batch:
+    tokens = np.zeros((ROWS, LENGTH), np.int32)
+    segments = np.ones((ROWS, LENGTH), np.int32)
+    segments[:, -1] = 0
+    return Batch(tokens, tokens, segments > 0, segments, tokens)
+
+
+class KnownExecutor:
+    """Answers from formulas and notes the calls."""
+
+    def __init__(self, on_step=None):
+        self.calls = []
+        self.on_step = on_step
+
+    def train_step(self, batch: Batch, learning_rate: float) -> StepResult:
+        self.calls.append(("train", learning_rate))
+        step = sum(name == "train" for name, _ in self.calls)
+        if self.on_step is not None:
+            self.on_step(step)
+        return StepResult(
+            loss=4.0 / step,
+            gradient_norm=1.0,
+            skipped=False,
+            target_tokens=batch.target_tokens,
+            real_tokens=batch.real_tokens,
+            padded_tokens=batch.rows * batch.sequence_length,
+            seconds=0.5,
+            peak_device_bytes=1000 + step,
+        )
+
+    def evaluate(self, batch: Batch) -> tuple[float, int]:
+        step = sum(name == "train" for name, _ in self.calls)
+        self.calls.append(("evaluate", step))
+        return 6.0 / (1 + step), batch.target_tokens
+
+    def flush(self) -> None:
+        self.calls.append(("flush", None))
+
+    def timeline(self) -> Timeline:
+        return Timeline("measured", (Event(1, 0, "forward", Resource.COMPUTE, 0, 0, 0.0, 1.0),))
+
+
+def make_trainer(tmp_path, executor, *, steps=4, evaluate_every=2, evaluation_batches=2):
+    output = io.StringIO()
+    console = Console(file=output, width=200)
+    course = Course(np.linspace(0.1, 0.4, steps, dtype=np.float32), evaluate_every, steps_per_epoch=2.0)
+    trainer = Trainer(
+        executor,
+        itertools.repeat(make_batch()),
+        lambda: [make_batch()] * evaluation_batches,
+        course,
+        parameter_count=1000,
+        folder=RunFolder(tmp_path),
+        display=Display(console, steps=steps, log_every=1),
+        facts={"model": "known"},
+    )
+    return trainer, output
+
+
+def records(tmp_path, kind):
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def test_order_of_steps_evaluations_and_flush(tmp_path):
+    executor = KnownExecutor()
+    make_trainer(tmp_path, executor)[0].run()
+    names = [name for name, _ in executor.calls]
+    evaluation = ["evaluate"] * 2
+    assert names == evaluation + ["train"] * 2 + evaluation + ["train"] * 2 + ["flush"] + evaluation
+    rates = [rate for name, rate in executor.calls if name == "train"]
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4])
+
+
+def test_records_hold_every_step_and_evaluation(tmp_path):
+    make_trainer(tmp_path, KnownExecutor())[0].run()
+    steps = records(tmp_path, "train")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert [step["loss"] for step in steps] == [4.0, 2.0, 4.0 / 3, 1.0]
+    assert [step["epoch"] for step in steps] == [0.5, 1.0, 1.5, 2.0]
+    for step in steps:
+        assert (step["real_tokens"], step["padded_tokens"], step["target_tokens"]) == (6, 8, 6)
+        # The two throughputs stand in the fixed ratio of their conventions.
+        assert step["model_tflops"] * 1e12 / (6 * 1000) / step["tokens_per_second"] == pytest.approx(8 / 6)
+        assert step["host_bytes"] > 2**20
+    evaluations = records(tmp_path, "evaluation")
+    assert [entry["step"] for entry in evaluations] == [0, 2, 4]
+    # Sum over batches divided by the sum of target tokens.
+    assert evaluations[0]["loss"] == pytest.approx(1.0)
+    assert evaluations[-1]["loss"] == pytest.approx(1 / 5)
+    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_summary_and_timeline(tmp_path):
+    returned = make_trainer(tmp_path, KnownExecutor())[0].run()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == returned
+    assert (summary["status"], summary["reason"], summary["model"]) == ("finished", None, "known")
+    assert (summary["first_loss"], summary["last_loss"]) == (4.0, 1.0)
+    assert summary["last_evaluation_loss"] == pytest.approx(summary["first_evaluation_loss"] / 5)
+    assert summary["peak_device_bytes"] == 1004
+    trace = json.loads((tmp_path / "timeline.json").read_text())
+    assert any(event["ph"] == "X" for event in trace["traceEvents"])
+
+
+def test_no_evaluation_rows_no_evaluation(tmp_path):
+    summary = make_trainer(tmp_path, KnownExecutor(), evaluation_batches=0)[0].run()
+    assert summary["first_evaluation_loss"] is None
+    assert not records(tmp_path, "evaluation")
+
+
+def test_printed_line_names_its_units(tmp_path):
+    trainer, output = make_trainer(tmp_path, KnownExecutor())
+    trainer.run()
+    line = next(line for line in output.getvalue().splitlines() if line.startswith("step 1/4"))
+    words = ["loss 4.0000", "grad norm 1", "lr 1.00e-01"]
+    words += ["tokens/s", "model TFLOPS", "device", "host", "left"]
+    assert [word for word in words if word not in line] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_finishes_the_step_and_writes_everything(tmp_path, number):
+    executor = KnownExecutor(on_step=lambda step: step == 3 and os.kill(os.getpid(), number))
+    before = signal.getsignal(number)
+    summary = make_trainer(tmp_path, executor, steps=9, evaluate_every=0)[0].run()
+    assert signal.getsignal(number) is before
+    assert (summary["status"], summary["reason"]) == ("interrupted", signal.Signals(number).name)
+    assert [step["step"] for step in records(tmp_path, "train")] == [1, 2, 3]
+    assert executor.calls[-1] == ("flush", None)
+    assert (tmp_path / "timeline.json").exists()
+
+
+def test_second_interrupt_ends_at_once(tmp_path):
+    def twice(step):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    executor = KnownExecutor(on_step=twice)
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(tmp_path, executor)[0].run()
+    assert ("flush", None) not in executor.calls
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+
+
+def test_non_finite_steps_are_recorded_and_the_third_raises(tmp_path):
+    class Diverging(KnownExecutor):
+        def train_step(self, batch, learning_rate):
+            result = super().train_step(batch, learning_rate)
+            if sum(name == "train" for name, _ in self.calls) == 4:
+                raise NonFiniteStepsError("three in a row")
+            return dataclasses.replace(result, loss=float("nan"), gradient_norm=float("inf"), skipped=True)
+
+    trainer, output = make_trainer(tmp_path, Diverging(), steps=9)
+    with pytest.raises(NonFiniteStepsError):
+        trainer.run()
+    steps = records(tmp_path, "train")
+    assert len(steps) == 3
+    assert all((step["loss"], step["gradient_norm"], step["skipped"]) == (None, None, True) for step in steps)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["skipped_steps"]) == ("failed", 3)
+    assert "NonFiniteStepsError: three in a row" in summary["reason"]
+    assert "SKIPPED" in output.getvalue()
+
+
+def test_finished_steps_survive_a_killed_process(tmp_path):
+    program = textwrap.dedent(
+        """
+        import os, pathlib, signal, sys
+        from tests.training.test_loop import KnownExecutor, make_trainer
+        kill = lambda step: step == 3 and os.kill(os.getpid(), signal.SIGKILL)
+        make_trainer(pathlib.Path(sys.argv[1]), KnownExecutor(on_step=kill))[0].run()
+        """
+    )
+    process = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert [step["step"] for step in records(tmp_path, "train")] == [1, 2]
