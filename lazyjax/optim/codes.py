@@ -111,5 +111,5 @@ def decode_v(coded: CodedMoment) -> Float32[Array, "K S"]:
 def rounding_offsets(count: Int32[Array, ""], block_size: int) -> Float32[Array, "S"]:
     """What is added to the positions of a block before rounding down at step `count`, in [0, 1)."""
     position_S = jnp.arange(block_size, dtype=jnp.uint32)
-    word_S = position_S * jnp.uint32(0xC13FA9A9) + count.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
+    word_S = position_S * jnp.uint32(0xC13FA9A9) + count.astype(jnp.uint32) * jnp.uint32(0x91E10DA5)
     return (word_S >> 16).astype(jnp.float32) * jnp.float32(2.0**-16)

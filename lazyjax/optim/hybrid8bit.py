@@ -105,10 +105,8 @@ def _log(decay: float | Array) -> float | Array:
 
 
 def _product(
-    a: Float32[Array, "*n"] | Float32[Array, ""],
-    b: Float32[Array, "*n"] | Float32[Array, ""],
-    zero: Int32[Array, ""],
-) -> Float32[Array, "*n"]:
+    a: Float32[Array, "..."], b: Float32[Array, "..."], zero: Int32[Array, ""]
+) -> Float32[Array, "..."]:
     """a * b rounded by itself: an integer operation that XLA cannot remove follows it."""
     bits = jax.lax.bitcast_convert_type(a * b, jnp.int32)
     return jax.lax.bitcast_convert_type(bits | zero, jnp.float32)
@@ -181,12 +179,12 @@ def _tensor_step(
 
 def hybrid8bit_adamw(
     learning_rate: float | Array | Callable[[Array], Array],
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
+    b1: float | Array = 0.9,
+    b2: float | Array = 0.999,
+    eps: float | Array = 1e-8,
+    weight_decay: float | Array = 1e-2,
     mask: Any | Callable[[Any], Any] | None = None,
-    clip_norm: float | None = None,
+    clip_norm: float | Array | None = None,
     block_size: int = BLOCK_ELEMENTS,
     min_8bit_size: int = MIN_8BIT_SIZE,
     eight_bit_fraction: float = 1.0,

@@ -145,7 +145,7 @@ class Pool {
 // that every position's offsets are evenly spread over consecutive steps.
 void fill_dither(uint32_t count, float* dither) {
   for (uint32_t j = 0; j < kBlock; ++j) {
-    const uint32_t word = j * 0xC13FA9A9u + count * 0x9E3779B9u;
+    const uint32_t word = j * 0xC13FA9A9u + count * 0x91E10DA5u;
     dither[j] = static_cast<float>(word >> 16) * (1.0f / 65536.0f);
   }
 }
