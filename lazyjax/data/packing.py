@@ -82,7 +82,7 @@ def plan_padded(
 
 def plan_bucketed(
     order_R: Int64[np.ndarray, " R"],
-    lengths_R: Int64[np.ndarray, " R"],
+    lengths_A: Int64[np.ndarray, " A"],
     *,
     batch_rows: int,
     buckets: tuple[int, ...],
@@ -91,16 +91,16 @@ def plan_bucketed(
 ) -> list[BatchPlan]:
     """Batches of rows of similar length, each padded to the smallest bucket that holds its longest row.
 
-    `order_R` lists rows; `lengths_R` is indexed by them. `key` shuffles the batches of a window; None leaves
-    them sorted. The last batch of the last window may be smaller.
+    `order_R` lists rows, `lengths_A` has the lengths of all rows. `key` shuffles the batches of a window;
+    None leaves them sorted. The last batch of the last window may be smaller.
     """
     plans = []
     for number, window_R in enumerate(_windows(order_R, window_batches * batch_rows)):
-        sorted_R = window_R[np.argsort(lengths_R[window_R], kind="stable")]
+        sorted_R = window_R[np.argsort(lengths_A[window_R], kind="stable")]
         batches = []
         for start in range(0, len(sorted_R), batch_rows):
             rows_B = sorted_R[start : start + batch_rows]
-            longest = int(lengths_R[rows_B].max())
+            longest = int(lengths_A[rows_B].max())
             length = buckets[bisect.bisect_left(buckets, longest)]
             batches.append(BatchPlan(length, tuple((int(row),) for row in rows_B)))
         plans.extend(_shuffled(batches, key, number))
@@ -109,7 +109,7 @@ def plan_bucketed(
 
 def plan_packed(
     order_R: Int64[np.ndarray, " R"],
-    lengths_R: Int64[np.ndarray, " R"],
+    lengths_A: Int64[np.ndarray, " A"],
     *,
     batch_rows: int,
     sequence_length: int,
@@ -118,20 +118,20 @@ def plan_packed(
 ) -> list[BatchPlan]:
     """Batches of sequences packed full of rows; the last batch may be smaller.
 
-    `order_R` lists rows; `lengths_R` is indexed by them. A window holds the rows of about `window_batches`
-    batches. `key` shuffles the sequences of a window; None leaves them as packed.
+    `order_R` lists rows, `lengths_A` has the lengths of all rows. A window holds the rows of about
+    `window_batches` batches. `key` shuffles the sequences of a window; None leaves them as packed.
     """
-    mean = max(1.0, float(lengths_R[order_R].mean())) if len(order_R) else 1.0
+    mean = max(1.0, float(lengths_A[order_R].mean())) if len(order_R) else 1.0
     window_rows = max(1, round(window_batches * batch_rows * sequence_length / mean))
     sequences: list[Sequence] = []
     for number, window_R in enumerate(_windows(order_R, window_rows)):
-        packed = pack(lengths_R[window_R], sequence_length)
+        packed = pack(lengths_A[window_R], sequence_length)
         named = [tuple(int(row) for row in window_R[list(rows)]) for rows in packed]
         sequences.extend(_shuffled(named, key, number))
     return _batches(sequences, batch_rows, sequence_length)
 
 
-def _windows(order_R: Int64[np.ndarray, " R"], rows: int) -> list[Int64[np.ndarray, " W"]]:
+def _windows(order_R: Int64[np.ndarray, " R"], rows: int) -> list[Int64[np.ndarray, " _"]]:
     return [order_R[start : start + rows] for start in range(0, len(order_R), rows)]
 
 

@@ -20,12 +20,13 @@ import gzip
 import hashlib
 import importlib.resources
 import importlib.util
+import io
 import json
 import pathlib
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TextIO
+from typing import Any
 
 #: The name of the data set in the package.
 PROBLEMS = "problems"
@@ -136,8 +137,11 @@ def _hub_source(name: str, split: str) -> Source:
 
 def _read_file(path: pathlib.Path, name: str) -> Iterator[_Located]:
     """Rows of a JSON array or of JSON Lines; the first character tells which."""
-    opened = gzip.open if path.suffix == ".gz" else open
-    with _reading_errors(name), opened(path, "rt", encoding="utf-8-sig") as file:
+    with (
+        _reading_errors(name),
+        gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as binary,
+        io.TextIOWrapper(binary, encoding="utf-8-sig") as file,
+    ):
         first = ""
         while first == "" or first.isspace():
             first = file.read(1)
@@ -159,7 +163,7 @@ def _reading_errors(name: str) -> Iterator[None]:
         raise DataError(f"{name}: damaged or incomplete gzip file ({error})") from error
 
 
-def _line_rows(file: TextIO, name: str) -> Iterator[_Located]:
+def _line_rows(file: io.TextIOBase, name: str) -> Iterator[_Located]:
     number = 0
     for line_number, line in enumerate(file, start=1):
         if not line.strip():
@@ -172,7 +176,7 @@ def _line_rows(file: TextIO, name: str) -> Iterator[_Located]:
             raise DataError(f"{place}: invalid JSON, {error.msg} at column {error.colno}") from error
 
 
-def _array_rows(file: TextIO, name: str) -> Iterator[_Located]:
+def _array_rows(file: io.TextIOBase, name: str) -> Iterator[_Located]:
     """Elements of a JSON array, decoded one at a time from a sliding window over the text."""
     window = _Window(file)
     window.skip_blanks()
@@ -201,7 +205,7 @@ def _array_rows(file: TextIO, name: str) -> Iterator[_Located]:
 class _Window:
     """The part of a text that has been read and not yet used."""
 
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, file: io.TextIOBase) -> None:
         self._file = file
         self._text = ""
         self._start = 0

@@ -202,7 +202,7 @@ def _save(rows: TokenizedRows, path: pathlib.Path) -> None:
 def _load(path: pathlib.Path) -> TokenizedRows | None:
     """Rows kept earlier; None if there are none, or the file is damaged (it is then made again)."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             return TokenizedRows(
                 tokens_N=file["tokens_N"],
                 response_N=file["response_N"],

@@ -1,0 +1,188 @@
+"""Rows from every format and container, and errors that name file and row."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pathlib
+import tracemalloc
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lazyjax.data import sources
+from lazyjax.data.sources import DataError, Message, open_source
+
+METAMATH = {"query": "1 + 1?", "response": "2\nThe answer is: 2", "type": "t", "original_question": "1 + 1?"}
+ALPACA = {"instruction": "Add.", "input": "1 and 1", "output": "2"}
+MESSAGES = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Bye"},
+        {"role": "assistant", "content": "Bye"},
+    ]
+}
+
+
+def _lines(path: pathlib.Path, *rows: Any) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def _read(name: str) -> list[sources.Conversation]:
+    return list(open_source(name).conversations())
+
+
+def test_reads_every_format(tmp_path: pathlib.Path) -> None:
+    rows = _read(_lines(tmp_path / "a.jsonl", METAMATH, METAMATH))
+    assert rows == [(Message("user", "1 + 1?"), Message("assistant", METAMATH["response"]))] * 2
+    assert _read(_lines(tmp_path / "b.jsonl", ALPACA, {"instruction": "Say hi.", "output": "hi"})) == [
+        (Message("user", "Add.\n\n1 and 1"), Message("assistant", "2")),
+        (Message("user", "Say hi."), Message("assistant", "hi")),
+    ]
+    [conversation] = _read(_lines(tmp_path / "c.jsonl", MESSAGES))
+    assert [message.role for message in conversation] == ["system", "user", "assistant", "user", "assistant"]
+
+
+@pytest.mark.parametrize("form", ["array", "indented", "lines", "blank_lines", "mark"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_reads_every_container(tmp_path: pathlib.Path, form: str, packed: bool) -> None:
+    rows = [METAMATH | {"query": f"frage {number} äöü \U0001f600 [,]}}{{"} for number in range(5)]
+    text = {
+        "array": json.dumps(rows),
+        "indented": "\n " + json.dumps(rows, indent=2, ensure_ascii=False) + "\n\n",
+        "lines": "\n".join(map(json.dumps, rows)),
+        "blank_lines": "\n\n".join(map(json.dumps, rows)) + "\n\n",
+        "mark": "\ufeff" + json.dumps(rows),
+    }[form]
+    path = tmp_path / ("rows.json" + ".gz" * packed)
+    path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+    assert [conversation[0].content for conversation in _read(str(path))] == [row["query"] for row in rows]
+
+
+@given(st.lists(st.dictionaries(st.text(max_size=5), st.text(max_size=40)), max_size=8), st.integers(1, 20))
+def test_an_array_is_decoded_across_any_chunk_border(rows: list[dict[str, str]], chunk: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "_CHUNK_CHARACTERS", chunk)
+        for text in (json.dumps(rows), json.dumps(rows, indent=3, ensure_ascii=False)):
+            assert [row for _, row in sources._array_rows(io.StringIO(text), "x")] == rows
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({"query": "a"}, r"rows\.jsonl, row 2 \(line 2\): missing key 'response'; found query"),
+        (METAMATH | {"response": 3}, r"row 2 \(line 2\): 'response' must be text, found a number"),
+        (METAMATH | {"query": None}, r"row 2 \(line 2\): 'query' must be text, found null"),
+        (METAMATH | {"response": " \n"}, r"row 2 \(line 2\): 'response' is empty"),
+        (METAMATH | {"response": "\ud800"}, r"row 2 \(line 2\): 'response' holds half of a surrogate pair"),
+        ([1], r"row 2 \(line 2\): expected an object with keys, found a list"),
+        ('{"query": "a", ', r"row 2 \(line 2\): invalid JSON, .* at column"),
+        ("\n\nnonsense", r"row 2 \(line 4\): invalid JSON, Expecting value at column 1"),
+    ],
+)
+def test_a_malformed_row_is_named(tmp_path: pathlib.Path, second: Any, message: str) -> None:
+    name = _lines(tmp_path / "rows.jsonl", METAMATH, second, METAMATH)
+    with pytest.raises(DataError, match=message):
+        _read(name)
+
+
+def _turns(*turns: tuple[Any, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": "hi"}, "'messages' must be a list, found text"),
+        ({"messages": []}, "last message must be the assistant's"),
+        ({"messages": ["hi"]}, "message 1: expected an object with role and content, found text"),
+        (_turns(("user", "a")), "last message must be the assistant's"),
+        (_turns(("human", "a")), "message 1: role 'human'; allowed: system, user, assistant"),
+        (_turns(("user", "a"), ("system", "b")), "message 2: a system message can only come first"),
+        (_turns(("user", "a"), ("assistant", "")), "message 2: 'content' is empty"),
+        (_turns(("user", "a"), ("user", "b"), ("assistant", "c")), "must take turns"),
+        ({"messages": [{"role": "user"}]}, "message 1: missing key 'content'"),
+    ],
+)
+def test_a_malformed_conversation_is_named(tmp_path: pathlib.Path, row: Any, message: str) -> None:
+    name = _lines(tmp_path / "rows.jsonl", MESSAGES, row)
+    with pytest.raises(DataError, match=rf"rows\.jsonl, row 2 \(line 2\).*{message}"):
+        _read(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no rows"),
+        (" \n ", "no rows"),
+        ("[]", "no rows"),
+        ('[{"query": "a", "response": "b"}', "after row 1: invalid JSON, expected ',' or ']'"),
+        ('[{"query": "a", "response": "b"}] x', "after row 1: text after the end"),
+        ('[{"query": "a", "response": "b"},]', "row 2: invalid JSON"),
+        ('[{"query": "a", "response": "b"}, {"query" 3}]', "row 2: invalid JSON"),
+        ('[{"query": "a", "response": "b', "row 1: invalid JSON, Unterminated string"),
+        ('[{"query": "a", "response": "b"}, 12]', "row 2: expected an object with keys, found a number"),
+        ('{"text": "a"}', "keys text fits no known format; known: query, response; instruction, output; "),
+        ('{"query": "a", "response": "b", "messages": []}', "fits several formats"),
+        ("{}", r"keys \(none\) fits no known format"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: pathlib.Path, text: str, message: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=rf"rows\.json.*{message}"):
+        _read(str(path))
+
+
+def test_bytes_that_are_no_text_or_no_gzip_are_named(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"query": "\xff"}')
+    with pytest.raises(DataError, match=r"a\.jsonl: not UTF-8"):
+        _read(str(tmp_path / "a.jsonl"))
+    (tmp_path / "b.jsonl.gz").write_bytes(b'{"query"')
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz: damaged or incomplete gzip"):
+        _read(str(tmp_path / "b.jsonl.gz"))
+    whole = gzip.compress("".join(json.dumps(METAMATH | {"type": str(n)}) for n in range(99)).encode())
+    (tmp_path / "c.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"c\.jsonl\.gz: damaged or incomplete gzip"):
+        _read(str(tmp_path / "c.jsonl.gz"))
+
+
+def test_a_missing_source_says_what_would_do(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        open_source(str(tmp_path / "none.json"))
+    with pytest.raises(DataError, match="is a folder"):
+        open_source(str(tmp_path))
+    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"lazyjax\[hub\]"):
+        open_source("meta-math/MetaMathQA")
+
+
+def test_the_fingerprint_follows_the_content(tmp_path: pathlib.Path) -> None:
+    first = open_source(_lines(tmp_path / "a.jsonl", METAMATH)).fingerprint
+    assert open_source(_lines(tmp_path / "b.jsonl", METAMATH)).fingerprint == first
+    assert open_source(_lines(tmp_path / "b.jsonl", METAMATH, METAMATH)).fingerprint != first
+
+
+@pytest.mark.parametrize("form", ["array", "lines"])
+def test_memory_does_not_grow_with_the_file(
+    tmp_path: pathlib.Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_CHUNK_CHARACTERS", 1 << 16)
+    path = tmp_path / "rows.json"
+    row = json.dumps(METAMATH | {"query": "x" * 500})
+    rows = 5_000
+    text = "[" + ",\n".join([row] * rows) + "]" if form == "array" else (row + "\n") * rows
+    path.write_text(text)
+    source = open_source(str(path))
+    tracemalloc.start()
+    count = sum(1 for _ in source.conversations())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == rows
+    assert peak < len(text) / 4
