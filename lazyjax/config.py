@@ -30,7 +30,6 @@ PositiveInt = Annotated[int, pydantic.Field(gt=0)]
 NonNegativeInt = Annotated[int, pydantic.Field(ge=0)]
 #: Options that stand for one key of a group.
 _SHORTHANDS = {"--model": "model.folder", "--data": "data.source"}
-Fraction = Annotated[float, pydantic.Field(gt=0, lt=1)]
 
 
 def _whole(value: Any) -> Any:
@@ -92,9 +91,10 @@ class DataConfig(_Group):
         tokenizer: folder of the tokenizer; by default the model folder's, or the packaged one.
         sequence_length: tokens of a sequence.
         rows: sequences of one step's batch.
-        batching: `padded` (every row to sequence_length), `bucketed` (rows of like length, cut to
-            their bucket) or `packed` (several rows in one sequence).
+        batching: `padded` (every row to sequence_length), `bucketed` (rows of like length, padded
+            to the longest of them) or `packed` (several rows in one sequence).
         too_long: what happens to a row longer than sequence_length.
+        cache_folder: where tokenized rows are kept for the next run; by default nowhere.
         train_fraction: share of the rows that is trained on; the rest is for evaluation.
         seed: of the split and the order.
     """
@@ -105,8 +105,9 @@ class DataConfig(_Group):
     sequence_length: PositiveInt = 1024
     rows: PositiveInt = 8
     batching: Literal["padded", "bucketed", "packed"] = "bucketed"
-    too_long: Literal["error", "drop", "truncate"] = "drop"
-    train_fraction: Fraction = 0.7
+    too_long: Literal["truncate", "drop", "error"] = "truncate"
+    cache_folder: pathlib.Path | None = None
+    train_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] = 0.7
     seed: NonNegativeInt = 42
 
 
@@ -153,6 +154,8 @@ class PlanConfig(_Group):
         backward_prefetch: the same during the backward pass.
         update: `deferred` runs the host update under the next step's forward pass.
         handoff: where activations wait between a layer and the next.
+        devices: how many share every batch and every slab.
+        nvme_folder: a folder on an NVMe drive; without one, plans use host memory instead.
         hardware: profile of the machine, by preset name or file; the `milp` planner needs it.
         device_bytes: device memory the `milp` planner may use, instead of the profile's figure.
         host_bytes: the same for host memory.
@@ -167,6 +170,8 @@ class PlanConfig(_Group):
     backward_prefetch: PositiveInt | None = None
     update: Literal["deferred", "immediate"] | None = None
     handoff: Literal["device", "host"] | None = None
+    devices: PositiveInt = 1
+    nvme_folder: pathlib.Path | None = None
     hardware: str | None = None
     device_bytes: ByteCount | None = None
     host_bytes: ByteCount | None = None

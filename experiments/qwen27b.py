@@ -1,0 +1,92 @@
+"""The main run: a Qwen3.6-style hybrid model fine-tuned on math problems, streamed from host memory.
+
+    python -m experiments.qwen27b                                   # smoke (small, any machine)
+    python -m experiments.qwen27b full --model FOLDER --data FILE   # the paper's setup, needs a GPU
+
+Presets are the files in `configs/`; every key can be set on the command line (`--help`). `full` takes
+a Hugging Face folder of Qwen3.6-27B or Qwen3.5-27B and MetaMathQA-395K.json.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from lazyjax.cli import guarded, quiet_libraries
+
+CONFIGS = pathlib.Path(__file__).parent / "configs"
+PRESETS = {name: CONFIGS / f"qwen27b_{name}.yaml" for name in ("full", "smoke")}
+
+_INTRODUCTION = """
+LazyJAX trains models that do not fit on the GPU. Weights and optimizer state stay in host memory; layers
+pass through the device one at a time, by a plan that is made and simulated beforehand. What follows:
+
+  1. the predicted step of the full model (Qwen3.6-27B) on the machine of the paper (LazyTrain, one H800)
+  2. training: a model of the same architecture, small, through the same executor, on word problems
+  3. its loss on held-out problems, and a folder with everything that was recorded
+
+The full run:  python -m experiments.qwen27b full --model FOLDER --data MetaMathQA-395K.json
+"""
+
+
+def choose_preset(arguments: Sequence[str], platform: str) -> tuple[str, str, Sequence[str]]:
+    """The preset, the sentence that says why, and the arguments that are left.
+
+    Args:
+        arguments: of the command line; the first may name a preset.
+        platform: of the default device, `cpu` where there is no accelerator.
+    """
+    if arguments and arguments[0] in PRESETS:
+        name = arguments[0]
+        return name, f"Preset `{name}`, as asked, on {platform}.", arguments[1:]
+    if platform == "cpu":
+        reason = "No accelerator found: running `smoke`, a small model of the same architecture, on the CPU."
+        return "smoke", reason, arguments
+    if any(argument.partition("=")[0] in ("--model", "--model.folder") for argument in arguments):
+        return "full", f"Preset `full` on {platform}.", arguments
+    reason = f"An accelerator ({platform}), but no --model FOLDER: running `smoke`, a small model."
+    return "smoke", reason, arguments
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Chooses the preset, predicts the full run, trains."""
+    from lazyjax.config import load_config
+
+    console = Console()
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    import jax
+
+    preset, reason, overrides = choose_preset(arguments, jax.default_backend())
+    if "--help" not in overrides and "-h" not in overrides:
+        say(reason)
+    if preset == "full" and jax.default_backend() == "cpu":
+        say("Without an accelerator a step of the full model takes hours; Ctrl-C stops it.")
+    config = load_config(PRESETS[preset], overrides)
+
+    from experiments.prediction import predict_full_run
+    from lazyjax.training import setup
+
+    if preset == "smoke":
+        say(_INTRODUCTION)
+        say(predict_full_run())
+    summary = setup.train(config, console)
+    before, after = summary["first_evaluation_loss"], summary["last_evaluation_loss"]
+    if summary["status"] == "finished" and before is not None:
+        say(f"evaluation loss {before:.4f} -> {after:.4f} ({1 - after / before:.0%} lower)")
+
+
+def main() -> int:
+    """Command line."""
+    quiet_libraries()
+    words = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    return guarded(lambda: run(words), debug="--debug" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

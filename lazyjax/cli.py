@@ -1,0 +1,103 @@
+"""The command `lazyjax`: one function per subcommand, and how errors reach the user.
+
+Whatever is wrong with the input is printed as one message, without a traceback, and ends with
+exit code 2; `--debug` shows the traceback. A run that went wrong later ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console
+
+#: A subcommand: gets the arguments that follow its name.
+Command = Callable[[Sequence[str]], None]
+
+
+def train(arguments: Sequence[str]) -> None:
+    """Fine-tune: lazyjax train [CONFIG.yaml] [--model FOLDER] [--data FILE] [--GROUP.KEY VALUE ...]."""
+    from lazyjax.config import load_config
+
+    config = load_config(*_split_config(arguments))
+    from lazyjax.training import setup
+
+    setup.train(config, Console())
+
+
+def _split_config(arguments: Sequence[str]) -> tuple[pathlib.Path | None, Sequence[str]]:
+    """The configuration file, if the first argument is one, and the overrides."""
+    if arguments and not arguments[0].startswith("-"):
+        return pathlib.Path(arguments[0]), arguments[1:]
+    return None, arguments
+
+
+#: Imported inside each command: `lazyjax --help` must not wait for JAX.
+COMMANDS: Mapping[str, Command] = {"train": train}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a subcommand and returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if given else 2
+    if given[0] == "--version":
+        import importlib.metadata
+
+        print(importlib.metadata.version("lazyjax"))
+        return 0
+    name, rest = given[0], given[1:]
+    if name not in COMMANDS:
+        print(f"error: no command {name!r}\n{usage()}", file=sys.stderr)
+        return 2
+    words = [argument for argument in rest if argument != "--debug"]
+    quiet_libraries()
+    return guarded(lambda: COMMANDS[name](words), debug="--debug" in rest)
+
+
+def usage() -> str:
+    """The subcommands, one line each."""
+    lines = [f"    {name:<10}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
+    options = "    --debug   show where an error came from"
+    return "\n".join(["usage: lazyjax COMMAND [ARGUMENTS]; lazyjax COMMAND --help", *lines, options])
+
+
+def quiet_libraries() -> None:
+    """Keeps notices that do not concern the user off the screen; before the libraries are imported."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def guarded(command: Callable[[], None], *, debug: bool = False) -> int:
+    """Runs `command`; its errors become a message on stderr and an exit code."""
+    try:
+        command()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, ArithmeticError, MemoryError, OSError, RuntimeError) as error:
+        if debug:
+            raise
+        print(f"error: {_message(error)}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    return 0
+
+
+def _message(error: Exception) -> str:
+    """The error in words, with what may help where it is not one of ours."""
+    text = str(error) or type(error).__name__
+    if "RESOURCE_EXHAUSTED" in text:
+        return (
+            f"device memory ran out: use more plan.microbatches, fewer data.rows, or a plan that keeps less "
+            f"on the device\n{text}"
+        )
+    if type(error).__module__.partition(".")[0] == "lazyjax":
+        return text
+    return f"{text}\n(--debug shows where)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,309 @@
+"""From a configuration to a trainer that is ready to run.
+
+The order matters: everything that can be wrong with the model, the data, the plan or the machine is
+found before the run folder is made and the first large allocation happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import math
+import pathlib
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from lazyjax.config import Config, DataConfig
+from lazyjax.data.chat import Tokenizer, load_tokenizer, padding_token_id
+from lazyjax.data.loader import Loader, Settings
+from lazyjax.data.sources import open_source
+from lazyjax.data.split import sample_rows, split_rows
+from lazyjax.data.tokens import tokenize
+from lazyjax.execution.executor import Executor
+from lazyjax.execution.host_update import HostUpdates
+from lazyjax.execution.kernels import Kernels, data_mesh
+from lazyjax.huggingface.checkpoint import Checkpoint, bind, load_into, open_checkpoint, read_json_table
+from lazyjax.models.architecture import Architecture
+from lazyjax.models.registry import architecture, build_template, init_parameters, parse_hf_config
+from lazyjax.models.template import ModelTemplate
+from lazyjax.optim.base import HostOptimizer
+from lazyjax.optim.clipping import ClipRule
+from lazyjax.optim.make import make_host_optimizer
+from lazyjax.planning.baselines import BASELINES, without_nvme
+from lazyjax.planning.plan import Plan, PlanError, load_plan, validate_plan
+from lazyjax.specs import ModelSpec, item_bytes, slab_layout
+from lazyjax.storage.host import HostStore, allocate_host_store
+from lazyjax.training.display import Display, format_bytes
+from lazyjax.training.learning_rate import learning_rates
+from lazyjax.training.loop import Course, Trainer
+from lazyjax.training.run_folder import create_run_folder
+
+#: Left for Python, JAX and the batches when host memory is checked.
+_OTHER_HOST_BYTES = 2**30
+
+
+class SetupError(ValueError):
+    """A configuration that does not fit the model, the data or the machine."""
+
+
+def read_architecture(config: Config) -> tuple[Architecture, Checkpoint | None]:
+    """The architecture to train, and the opened checkpoint where weights are given."""
+    if config.model.folder is not None:
+        checkpoint = open_checkpoint(config.model.folder)
+        return parse_hf_config(checkpoint.config, name=config.model.folder.resolve().name), checkpoint
+    name = config.model.architecture
+    assert name is not None
+    if name.endswith(".json"):
+        path = pathlib.Path(name)
+        return parse_hf_config(read_json_table(path), name=path.stem), None
+    return architecture(name), None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batches:
+    """Training batches without end, and the held-out rows (None: nothing is evaluated)."""
+
+    training: Loader
+    evaluation: Loader | None
+
+    def evaluation_batches(self) -> Iterator[Any]:
+        """The same held-out batches at every call."""
+        return iter(()) if self.evaluation is None else self.evaluation.epoch_batches()
+
+
+def read_batches(config: DataConfig, tokenizer: Tokenizer, evaluate_rows: int) -> Batches:
+    """Reads, tokenizes and splits the data."""
+    source = open_source(config.source, split=config.hub_split)
+    rows = tokenize(
+        source,
+        tokenizer,
+        sequence_length=config.sequence_length,
+        too_long=config.too_long,
+        cache_folder=config.cache_folder,
+    )
+    train_R, held_out_R = split_rows(rows, train_fraction=config.train_fraction, seed=config.seed)
+    settings = Settings(config.rows, config.sequence_length, config.batching, seed=config.seed)
+    padding_token = padding_token_id(tokenizer)
+    training = Loader(rows, train_R, settings, padding_token=padding_token)
+    if not evaluate_rows or not len(held_out_R):
+        return Batches(training, None)
+    held_out = dataclasses.replace(settings, shuffle=False, partial="pad")
+    sample_R = sample_rows(held_out_R, evaluate_rows, seed=config.seed)
+    return Batches(training, Loader(rows, sample_R, held_out, padding_token=padding_token))
+
+
+def choose_plan(config: Config, template: ModelTemplate) -> Plan:
+    """The plan that a configuration asks for, checked against the model.
+
+    Raises:
+        PlanError: a plan file of another model, batch or version.
+    """
+    names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
+    batch = {"rows": config.data.rows, "sequence_length": config.data.sequence_length}
+    if config.plan.file is not None:
+        plan = load_plan(config.plan.file)
+        for key, value in batch.items():
+            if getattr(plan, key) != value:
+                raise PlanError(
+                    f"{config.plan.file}: {key} is {getattr(plan, key)}, but data.{key} is {value}"
+                )
+    else:
+        keys = ("microbatches", "prefetch", "backward_prefetch", "update", "handoff")
+        given = {key: getattr(config.plan, key) for key in keys if getattr(config.plan, key) is not None}
+        plan = BASELINES[config.plan.planner](template.spec, names, **batch, **given)
+        if config.plan.nvme_folder is None:
+            plan = without_nvme(plan)
+    validate_plan(plan, template.spec, names)
+    return plan
+
+
+def make_optimizer(config: Config) -> HostOptimizer:
+    """The host optimizer that a configuration names."""
+    keys = config.optimizer
+    return make_host_optimizer(
+        keys.name,
+        b1=keys.beta1,
+        b2=keys.beta2,
+        eps=keys.epsilon,
+        weight_decay=keys.weight_decay,
+        threads=keys.threads,
+    )
+
+
+def training_state_bytes(
+    spec: ModelSpec, optimizer: HostOptimizer, *, gradient_dtype: str, devices: int = 1
+) -> int:
+    """Host bytes of parameters, gradients and optimizer state; nothing is allocated."""
+    total = 0
+    for layer in spec.layers:
+        layout = slab_layout(layer.parameters, devices=devices)
+        total += layout.length * (2 + 2 + item_bytes(gradient_dtype))
+        for shape, dtype in optimizer.describe_state(layout).values():
+            total += math.prod(shape) * item_bytes(dtype)
+    return total
+
+
+def _check_host_memory(needed_bytes: int, optimizer_name: str) -> None:
+    available_bytes = available_host_bytes()
+    if available_bytes is None or needed_bytes + _OTHER_HOST_BYTES <= available_bytes:
+        return
+    hint = "" if optimizer_name == "hybrid8bit" else "optimizer.name hybrid8bit takes less; "
+    raise SetupError(
+        f"parameters, gradients and optimizer state take {format_bytes(needed_bytes)} of host memory, "
+        f"{format_bytes(available_bytes)} are available: {hint}or use a smaller model or a larger machine"
+    )
+
+
+def available_host_bytes() -> int | None:
+    """Memory that can be had without swapping (Linux; None elsewhere)."""
+    try:
+        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _fill_store(
+    store: HostStore, template: ModelTemplate, checkpoint: Checkpoint | None, seed: int
+) -> None:
+    if checkpoint is not None:
+        load_into(checkpoint, template, store)
+        return
+    key = jax.random.key(seed)
+    for index, slabs in enumerate(store.layers):
+        for name, value in init_parameters(template, index, key).items():
+            slabs.set_master(name, value)
+
+
+@contextlib.contextmanager
+def prepare(config: Config, console: Console) -> Iterator[Trainer]:
+    """A trainer for `config`; its executor is closed at the end.
+
+    Raises:
+        ValueError: (SetupError, PlanError, DataError, CheckpointError, ...) before anything large is
+            allocated and anything is written.
+    """
+
+    model, checkpoint = read_architecture(config)
+    template = build_template(model)
+    if checkpoint is not None:
+        bind(checkpoint, template)
+    spec = template.spec
+    devices = jax.devices()
+    if config.plan.devices > len(devices):
+        raise SetupError(f"plan.devices is {config.plan.devices}, but JAX sees {len(devices)} device(s)")
+    mesh = data_mesh(devices[: config.plan.devices])
+    optimizer = make_optimizer(config)
+    state_bytes = training_state_bytes(
+        spec, optimizer, gradient_dtype=config.optimizer.gradient_dtype, devices=mesh.size
+    )
+    _check_host_memory(state_bytes, optimizer.name)
+    plan = choose_plan(config, template)
+    tokenizer_folder = config.data.tokenizer or config.model.folder
+    tokenizer = load_tokenizer(tokenizer_folder)
+    if len(tokenizer) > spec.vocabulary_size:
+        raise SetupError(
+            f"the tokenizer of {tokenizer_folder or 'the package'} has {len(tokenizer)} tokens, "
+            f"{spec.name} only {spec.vocabulary_size}: set data.tokenizer to the model's own"
+        )
+    batches = read_batches(config.data, tokenizer, config.training.evaluate_rows)
+    course = make_course(config, batches.training)
+    folder = create_run_folder(config, spec.name)
+    folder.write_plan(plan)
+    weights = "random weights" if checkpoint is None else f"weights from {config.model.folder}"
+    words = {
+        "model": f"{spec.name}: {spec.parameter_count / 1e6:,.1f} M parameters in {spec.block_count} blocks "
+        f"({spec.family}), {weights}",
+        "data": f"{config.data.source}; one epoch: {batches.training.describe()}",
+        "plan": f"{plan.planner}: {plan.rows} rows x {plan.sequence_length} tokens in {plan.microbatches} "
+        f"microbatch(es), {plan.update} update",
+        "host": f"{format_bytes(state_bytes)} for parameters, gradients and state of {optimizer.name}",
+        "device": f"{mesh.size} x {devices[0].device_kind} ({devices[0].platform})",
+        "run": f"{course.steps} steps, records in {folder.path}",
+    }
+    for name, text in words.items():
+        console.print(f"{name:<7} {text}", highlight=False, markup=False, soft_wrap=True)
+    store = allocate_host_store(
+        spec,
+        gradient_dtype=config.optimizer.gradient_dtype,
+        devices=mesh.size,
+        decay_vectors=config.optimizer.decay_vectors,
+    )
+    _fill_store(store, template, checkpoint, config.training.seed)
+    kernels = Kernels(template, mesh, config.model.compute_dtype, config.optimizer.gradient_dtype)
+    updates = HostUpdates(store, optimizer)
+    executor = Executor(
+        kernels,
+        plan,
+        store,
+        updates,
+        clip=ClipRule(config.optimizer.clip, config.optimizer.clip_norm),
+        nvme_folder=config.plan.nvme_folder,
+    )
+    try:
+        yield Trainer(
+            executor,
+            batches.training,
+            batches.evaluation_batches,
+            course,
+            parameter_count=spec.parameter_count,
+            folder=folder,
+            display=Display(console, steps=course.steps, log_every=config.training.log_every),
+            facts=_facts(config, spec, plan, devices[0]),
+        )
+    finally:
+        executor.close()
+        updates.close()
+
+
+def make_course(config: Config, loader: Loader) -> Course:
+    """How many steps, at which learning rates."""
+    batches_per_epoch = loader.batches_in_epoch()
+    steps = config.training.steps
+    if steps is None:
+        assert config.training.epochs is not None
+        steps = max(1, round(config.training.epochs * batches_per_epoch))
+    return Course(learning_rates(config.optimizer, steps), config.training.evaluate_every, batches_per_epoch)
+
+
+def train(config: Config, console: Console) -> dict[str, Any]:
+    """Prepares and runs a training; returns the summary of the run folder."""
+    with prepare(config, console) as trainer:
+        return trainer.run()
+
+
+def _facts(config: Config, spec: ModelSpec, plan: Plan, device: jax.Device) -> dict[str, Any]:
+    return {
+        "model": spec.name,
+        "parameters": spec.parameter_count,
+        "planner": plan.planner,
+        "plan": plan.fingerprint(),
+        "optimizer": config.optimizer.name,
+        "rows": plan.rows,
+        "sequence_length": plan.sequence_length,
+        "device": device.device_kind,
+        "platform": device.platform,
+        "devices": config.plan.devices,
+        "jax": jax.__version__,
+        "lazyjax": importlib.metadata.version("lazyjax"),
+        "commit": source_commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def source_commit() -> str | None:
+    """The commit of the source tree that runs; None where the package does not lie in one."""
+    here = pathlib.Path(__file__).resolve().parent
+    command: list[str] = ["git", "-C", str(here), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

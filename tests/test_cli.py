@@ -1,0 +1,91 @@
+"""The command line: what it accepts, and how it refuses."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from lazyjax import cli
+from lazyjax.config import ConfigError
+
+
+def refuse(error):
+    def command():
+        raise error
+
+    return command
+
+
+def test_no_command_shows_usage(capsys):
+    assert cli.main([]) == 2
+    assert cli.main(["--help"]) == 0
+    assert capsys.readouterr().out.count("lazyjax train [CONFIG.yaml]") == 2
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_unknown_command(capsys):
+    assert cli.main(["trian"]) == 2
+    assert "no command 'trian'" in capsys.readouterr().err
+
+
+def test_bad_key_is_one_message_and_code_2(capsys, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {architecture: Qwen2.5-0.5B}\ndata: {row: 1}\n")
+    assert cli.main(["train", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "did you mean data.rows?" in error
+    assert "Traceback" not in error
+
+
+def test_debug_raises(tmp_path):
+    with pytest.raises(ConfigError):
+        cli.main(["train", str(tmp_path / "absent.yaml"), "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "absent/folder"], ["absent/folder"]),
+        (["--model.architecture", "Qwen9-1B"], ["Qwen9-1B", "Qwen2.5-0.5B"]),
+        (["--model.architecture", "Qwen2.5-0.5B", "--data", "absent.jsonl"], ["absent.jsonl"]),
+        (["--model.architecture", "Qwen2.5-72B"], ["host memory", "hybrid8bit"]),
+        (["--model.architecture", "Qwen2.5-0.5B", "--plan.devices", "99"], ["plan.devices", "99"]),
+        (["--model.architecture", "Qwen2.5-0.5B", "--plan.file", "absent.json"], ["absent.json"]),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_anything_is_written(capsys, tmp_path, arguments, words):
+    assert cli.main(["train", *arguments, "--run.folder", str(tmp_path / "runs")]) == 2
+    error = capsys.readouterr().err
+    for word in words:
+        assert word in error
+    assert "--debug" not in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_codes_and_messages_of_errors(capsys):
+    assert cli.guarded(refuse(ConfigError("a: wrong"))) == 2
+    assert capsys.readouterr().err == "error: a: wrong\n"
+    assert cli.guarded(refuse(OSError(28, "No space left on device"))) == 1
+    assert "No space left" in capsys.readouterr().err
+    assert cli.guarded(refuse(RuntimeError("RESOURCE_EXHAUSTED: 3 GiB"))) == 1
+    assert "plan.microbatches" in capsys.readouterr().err
+    assert cli.guarded(refuse(KeyboardInterrupt())) == 130
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(KeyError):
+        cli.guarded(refuse(KeyError("oops")))
+
+
+def test_help_does_not_import_jax():
+    program = (
+        "import sys; from lazyjax import cli; cli.main(['--help']); "
+        "sys.exit('jax' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, capture_output=True).returncode == 0
