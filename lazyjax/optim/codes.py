@@ -10,9 +10,11 @@ a root that costs one shift, is exactly invertible, and cannot overflow for any 
     bits(size)     = bits(scale) + (bits(code) - bits(largest)) << r    (at least the smallest normal)
 
 Zero has code 0 and only zero: a non-zero v is rounded up to code 1, or an unlucky coordinate would be
-divided by eps. m is rounded to nearest (offset 1/2). v changes by a fraction of a level per step, and
-to nearest it would stick where it is; its offset runs through (0, 1) evenly over the steps instead,
-by an additive recurrence in position and step (M. Roberts' R2 sequence), which costs no random bits.
+divided by eps. m is rounded to the nearest value: offset 1/2, less for the smallest codes (1/4 + position
+/ 64), where levels are factors apart and the middle between two codes is far below that between their
+values. v changes by a fraction of a level per step, and to nearest it would stick where it is; its
+offset runs through [0, 1) evenly over the steps instead, by an additive recurrence in position and
+step (M. Roberts' R2 sequence), which costs no random bits.
 
 The C++ kernels compute the same codes (`native/kernel.h`). The measurements behind these choices are
 printed by `experiments/benchmarks/update_error.py`.
@@ -27,7 +29,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt8
 
 #: Format of codes and scales; states of another version are refused. Names code and rounding.
-CODES_VERSION = "m4-nearest,v8-r2"
+CODES_VERSION = "m4-nearest-value,v8-r2"
 
 M_LARGEST, M_ROOT = 127, 2
 V_LARGEST, V_ROOT = 255, 3
@@ -55,17 +57,17 @@ def _largest_bits(largest: int) -> Int32[Array, ""]:
     return _bits(jnp.float32(largest))
 
 
-def _encode(
-    magnitude_KS: Int32[Array, "K S"],
-    scale_bits_K: Int32[Array, "K"],
-    largest: int,
-    root: int,
-    offset: Float32[Array, "..."],
-) -> Int32[Array, "K S"]:
+def _position(
+    magnitude_KS: Int32[Array, "K S"], scale_bits_K: Int32[Array, "K"], largest: int, root: int
+) -> Float32[Array, "K S"]:
     relative_KS = (magnitude_KS - scale_bits_K[:, None]) >> root
-    position_KS = _float(relative_KS + _largest_bits(largest))
-    code_KS = (position_KS + offset).astype(jnp.int32)
-    return jnp.where(magnitude_KS == 0, 0, code_KS)
+    return _float(relative_KS + _largest_bits(largest))
+
+
+def _round(
+    position_KS: Float32[Array, "K S"], offset: Float32[Array, "..."], magnitude_KS: Int32[Array, "K S"]
+) -> Int32[Array, "K S"]:
+    return jnp.where(magnitude_KS == 0, 0, (position_KS + offset).astype(jnp.int32))
 
 
 def _decode(
@@ -81,7 +83,10 @@ def encode_m(m_KS: Float32[Array, "K S"]) -> CodedMoment:
     bits_KS = _bits(m_KS)
     magnitude_KS = bits_KS & _MAGNITUDE_MASK
     scale_bits_K = magnitude_KS.max(axis=1)
-    code_KS = _encode(magnitude_KS, scale_bits_K, M_LARGEST, M_ROOT, jnp.float32(0.5))
+    position_KS = _position(magnitude_KS, scale_bits_K, M_LARGEST, M_ROOT)
+    # The product is exact, so that it does not matter whether XLA fuses it with the sum.
+    offset_KS = jnp.minimum(0.5, position_KS * 0.015625 + 0.25)
+    code_KS = _round(position_KS, offset_KS, magnitude_KS)
     sign_KS = jnp.where(bits_KS < 0, 0x80, 0)
     return CodedMoment((code_KS | sign_KS).astype(jnp.uint8), _float(scale_bits_K))
 
@@ -97,8 +102,8 @@ def encode_v(v_KS: Float32[Array, "K S"], count: Int32[Array, ""]) -> CodedMomen
     """Codes of a non-negative, finite moment, rounded with the offsets of step `count`."""
     bits_KS = _bits(v_KS)
     scale_bits_K = bits_KS.max(axis=1)
-    offset_S = rounding_offsets(count, v_KS.shape[1])
-    code_KS = _encode(bits_KS, scale_bits_K, V_LARGEST, V_ROOT, offset_S)
+    position_KS = _position(bits_KS, scale_bits_K, V_LARGEST, V_ROOT)
+    code_KS = _round(position_KS, rounding_offsets(count, v_KS.shape[1]), bits_KS)
     code_KS = jnp.where(bits_KS == 0, 0, jnp.maximum(code_KS, 1))
     return CodedMoment(code_KS.astype(jnp.uint8), _float(scale_bits_K))
 

@@ -124,7 +124,8 @@ def test_v_follows_a_gradient_that_shrinks_and_rounding_to_nearest_would_not() -
                 return codes.encode_v(v, count)
             bits = jax.lax.bitcast_convert_type(v, jnp.int32)
             largest = bits.max(axis=1)
-            code = codes._encode(bits, largest, codes.V_LARGEST, codes.V_ROOT, jnp.float32(0.5))
+            position = codes._position(bits, largest, codes.V_LARGEST, codes.V_ROOT)
+            code = codes._round(position, jnp.float32(0.5), bits)
             return codes.CodedMoment(
                 code.astype(jnp.uint8), jax.lax.bitcast_convert_type(largest, jnp.float32)
             )

@@ -84,10 +84,13 @@ struct Kernel {
   }
 
   template <int kRoot>
-  static inline I encode(I magnitude, I scale_bits, int32_t largest_bits, F dither) {
+  static inline F position(I magnitude, I scale_bits, int32_t largest_bits) {
     const I relative = V::template shift_right_signed<kRoot>(V::sub(magnitude, scale_bits));
-    const F position = V::as_float(V::add(relative, V::set_int(largest_bits)));
-    return V::zero_where_zero(V::truncate(V::add(position, dither)), magnitude);
+    return V::as_float(V::add(relative, V::set_int(largest_bits)));
+  }
+
+  static inline I round(F position, F offset, I magnitude) {
+    return V::zero_where_zero(V::truncate(V::add(position, offset)), magnitude);
   }
 
   static inline float as_scale(int32_t bits) {
@@ -124,6 +127,8 @@ struct Kernel {
     const I code_mask = V::set_int(0x7F);
     const I sign_bit = V::set_int(static_cast<int32_t>(0x80000000u));
     const F half = V::set(0.5f);
+    const F quarter = V::set(0.25f);
+    const F slope = V::set(0.015625f);
     alignas(64) float m_new[kBlock];
     alignas(64) float v_new[kBlock];
     for (int64_t i = chunk.begin; i < chunk.begin + chunk.length; i += kBlock) {
@@ -156,11 +161,13 @@ struct Kernel {
       const I v_scale_bits = V::set_int(v_bits);
       for (int k = 0; k < kBlock; k += V::kLanes) {
         const I m = V::as_int(V::load(m_new + k));
-        const I m_code = encode<kRootM>(V::bit_and(m, magnitude_mask), m_scale_bits, kBits127, half);
+        const I magnitude = V::bit_and(m, magnitude_mask);
+        const F at = position<kRootM>(magnitude, m_scale_bits, kBits127);
+        const I m_code = round(at, V::min(half, V::add(V::mul(at, slope), quarter)), magnitude);
         const I m_sign = V::template shift_right<24>(V::bit_and(m, sign_bit));
         V::store_8(m_codes + k, V::bit_or(m_code, m_sign));
         const I v = V::as_int(V::load(v_new + k));
-        const I v_code = encode<kRootV>(v, v_scale_bits, kBits255, V::load(dither + k));
+        const I v_code = round(position<kRootV>(v, v_scale_bits, kBits255), V::load(dither + k), v);
         V::store_8(v_codes + k, V::zero_where_zero(V::max(v_code, V::set_int(1)), v));
       }
     }

@@ -50,6 +50,7 @@ struct Avx2 {
   static inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
   static inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static inline F div(F a, F b) { return _mm256_div_ps(a, b); }
+  static inline F min(F a, F b) { return _mm256_min_ps(a, b); }
   static inline F sqrt(F a) { return _mm256_sqrt_ps(a); }
   static inline I add(I a, I b) { return _mm256_add_epi32(a, b); }
   static inline I sub(I a, I b) { return _mm256_sub_epi32(a, b); }

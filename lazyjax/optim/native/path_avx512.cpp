@@ -42,6 +42,7 @@ struct Avx512 {
   static inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
   static inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static inline F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static inline F min(F a, F b) { return _mm512_min_ps(a, b); }
   static inline F sqrt(F a) { return _mm512_sqrt_ps(a); }
   static inline I add(I a, I b) { return _mm512_add_epi32(a, b); }
   static inline I sub(I a, I b) { return _mm512_sub_epi32(a, b); }

@@ -35,6 +35,7 @@ struct Portable {
   static inline F sub(F a, F b) { return a - b; }
   static inline F mul(F a, F b) { return a * b; }
   static inline F div(F a, F b) { return a / b; }
+  static inline F min(F a, F b) { return (F)select(a < b, (I)a, (I)b); }
   static inline F sqrt(F a) {
     F root;
     for (int k = 0; k < kLanes; ++k) root[k] = std::sqrt(a[k]);
