@@ -6,7 +6,9 @@ import gzip
 import io
 import json
 import pathlib
+import sys
 import tracemalloc
+import types
 from typing import Any
 
 import pytest
@@ -161,6 +163,27 @@ def test_a_missing_source_says_what_would_do(tmp_path: pathlib.Path, monkeypatch
     monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"lazyjax\[hub\]"):
         open_source("meta-math/MetaMathQA")
+
+
+def test_a_hub_data_set_is_read_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rows(list[Any]):
+        _fingerprint = "abc"
+
+    def load_dataset(name: str, *, split: str) -> Rows:
+        if name != "owner/name":
+            raise FileNotFoundError("no such data set")
+        return Rows([METAMATH, {"query": split}])
+
+    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    source = open_source("owner/name", split="test")
+    assert source.fingerprint == "owner/name/test/abc"
+    rows = source.conversations()
+    assert next(rows)[0].content == METAMATH["query"]
+    with pytest.raises(DataError, match=r"owner/name \(test\), row 2: missing key 'response'"):
+        next(rows)
+    with pytest.raises(DataError, match="hub data set 'owner/none', split 'train': no such data set"):
+        open_source("owner/none")
 
 
 def test_the_fingerprint_follows_the_content(tmp_path: pathlib.Path) -> None:
