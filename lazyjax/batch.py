@@ -55,6 +55,4 @@ class Batch:
 
     def slice_rows(self, start: int, stop: int) -> Batch:
         """Rows [start, stop) as views."""
-        return Batch(
-            *(getattr(self, field.name)[start:stop] for field in dataclasses.fields(self))
-        )
+        return Batch(*(getattr(self, field.name)[start:stop] for field in dataclasses.fields(self)))

@@ -157,4 +157,6 @@ def slab_layout(
         decay = decay_vectors or len(tensor.shape) >= 2
         segments.append(Segment(tensor.name, offset, tensor.shape, decay))
         offset = _round_up(offset + tensor.elements, BLOCK_ELEMENTS)
-    return SlabLayout(tuple(segments), max(_round_up(offset, SLAB_MULTIPLE * devices), SLAB_MULTIPLE * devices))
+    return SlabLayout(
+        tuple(segments), max(_round_up(offset, SLAB_MULTIPLE * devices), SLAB_MULTIPLE * devices)
+    )

@@ -16,12 +16,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
 Apply = Callable[[Any, Array, Any], Array]
 
 
-def _split(apply: Apply, names: Sequence[str], params: Any, x: Array, context: Any) -> tuple[Array, Any, list[int]]:
+def _pullback(
+    apply: Apply, names: Sequence[str], params: Any, x: Array, context: Any
+) -> tuple[Array, Any, list[int]]:
+    """Output, pullback, and the positions of its residuals that are no inputs."""
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     layer = jax.checkpoint(lambda p, x: apply(p, x, context), policy=policy, prevent_cse=False)
     y, pullback = jax.vjp(layer, params, x)
@@ -33,6 +37,44 @@ def _split(apply: Apply, names: Sequence[str], params: Any, x: Array, context: A
             "that the backward pass needs"
         )
     return y, pullback, saved
+
+
+def _split(apply: Apply, names: Sequence[str], params: Any, x: Array, context: Any) -> tuple[Array, Any, list[int]]:
+    """As `_pullback`, with the positions in the order of `names`: JAX orders residuals by their use."""
+    y, pullback, saved = _pullback(apply, names, params, x, context)
+    if len(names) > 1:
+        found = _names_of_residuals(apply, names, params, x, context)
+        saved = [saved[found.index(name)] for name in names]
+    return y, pullback, saved
+
+
+def _names_of_residuals(apply: Apply, names: Sequence[str], params: Any, x: Array, context: Any) -> list[str]:
+    def residuals(params: Any, x: Array, context: Any) -> list[Array]:
+        _, pullback, saved = _pullback(apply, names, params, x, context)
+        return [pullback.opaque_residuals[i] for i in saved]
+
+    arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, x, context))
+    jaxpr = jax.make_jaxpr(residuals)(*arguments).jaxpr
+    found = [_name_of(jaxpr, variable) for variable in jaxpr.outvars]
+    if sorted(found) != sorted(names):
+        raise ValueError(f"saving {list(names)} keeps tensors called {found}")
+    return found
+
+
+def _name_of(jaxpr: Any, variable: Any) -> str:
+    """The name given to `variable`, looking through what JAX wraps around a saved tensor."""
+    for equation in jaxpr.eqns:
+        if variable not in equation.outvars:
+            continue
+        if equation.primitive.name == "name":
+            return str(equation.params["name"])
+        if equation.primitive.name in ("jit", "pjit", "closed_call", "checkpoint", "remat2"):
+            inner = equation.params["jaxpr"]
+            inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+            return _name_of(inner, inner.outvars[equation.outvars.index(variable)])
+        if len(equation.invars) == 1:
+            return _name_of(jaxpr, equation.invars[0])
+    return ""
 
 
 def forward_saving(

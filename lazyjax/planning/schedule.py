@@ -297,9 +297,7 @@ def _items(plan: Plan, sizes: ModelSizes, windows: Sequence[_Window]) -> list[_I
                     reads += (*residuals, Buffer(What.INPUT_GRADIENT, layer + 1, microbatch))
                     if layer:
                         writes = (Buffer(What.INPUT_GRADIENT, layer, microbatch),)
-            accumulates = position > 0 or (
-                window.kind is Kind.BACKWARD and layer == 0 and sizes.tied
-            )
+            accumulates = position > 0 or (window.kind is Kind.BACKWARD and layer == 0 and sizes.tied)
             last = position == len(order) - 1
             items.append(_Item(index, window.kind, layer, microbatch, reads, writes, accumulates, last))
     return items
@@ -328,6 +326,8 @@ class _Builder:
         self.on_nvme: dict[Buffer, int] = {}
         self.updates: dict[int, int] = {}
         self.offloads: list[tuple[int, int]] = []  # (item, operation) not yet waited for
+        # What such an offload still copies but nothing else uses; the item that waits for it frees it.
+        self.leaving: dict[int, list[Place]] = defaultdict(list)
         self.gradients: list[tuple[int, int]] = []  # (window, operation) not yet waited for
         self.gradient_of: dict[int, int] = {}
         self.spills: list[int] = []
@@ -435,7 +435,9 @@ class _Builder:
 
     def _stays(self, buffer: Buffer, item: int, following: int) -> bool:
         """Whether the buffer stays on the device between two uses."""
-        if following <= item + self.plan.reload_ahead or self._home(buffer) is Tier.DEVICE:
+        # Bringing a buffer back that is only just leaving would save nothing.
+        soon = item + self.plan.reload_ahead + OFFLOAD_WINDOW_ITEMS
+        if following <= soon or self._home(buffer) is Tier.DEVICE:
             return True
         if buffer.what is not What.INPUT:
             return False
@@ -534,6 +536,7 @@ class _Builder:
         """Makes the item wait for offloads and gradients that should have left by now."""
         due = [entry for entry in self.offloads if entry[0] <= number - OFFLOAD_WINDOW_ITEMS]
         draft.waits |= {operation for _, operation in due}
+        draft.frees += [place for _, operation in due for place in self.leaving.pop(operation, ())]
         self.offloads = [entry for entry in self.offloads if entry not in due]
         late = [entry for entry in self.gradients if entry[0] <= window - GRADIENT_WINDOW]
         draft.waits |= {operation for _, operation in late}
@@ -587,7 +590,7 @@ class _Builder:
                 del self.on_device[buffer]
                 place = Place(buffer, Tier.DEVICE)
                 copying = [o for _, o in self.offloads if self.on_host.get(buffer) == o]
-                (self.drafts[copying[0]] if copying else draft).frees.append(place)
+                (self.leaving[copying[0]] if copying else draft.frees).append(place)
                 if following is not None and self._home(buffer) is Tier.NVME and buffer in self.on_host:
                     crosses = item.window <= self.loss_window < self.items[following].window
                     spilled += [buffer] if crosses else []
@@ -603,7 +606,7 @@ class _Builder:
     # Updates
 
     def _emit_updates(self, window: int) -> None:
-        """One host update per layer, in forward order, with optimizer state from NVMe where it lives there."""
+        """One host update per layer, in forward order; state that lives on NVMe comes and goes around it."""
         spills: list[int] = []
         for layer in range(len(self.plan.layers)):
             update = _Draft(Kind.UPDATE, Resource.CPU, layer, None, window)

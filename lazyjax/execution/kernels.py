@@ -1,0 +1,379 @@
+"""Every compiled function of layer mathematics.
+
+A kernel takes a layer's parameters as the flat slab that was streamed and returns flat gradients,
+so that a layer crosses the link as one contiguous transfer. Layers of one kind share kernels.
+Slabs and batches are sharded over the mesh axis `data`; the slab is gathered inside the kernel and
+the gradient leaves it sharded, which GSPMD turns into an all-gather and a reduce-scatter.
+
+Besides its results every kernel returns a `Token`, a scalar that becomes ready with them and
+can be waited for without holding on to a large array.
+
+This module does not know what is kept, moved or recomputed; the schedule says so.
+
+Axes: B rows, T tokens, D hidden, V vocabulary, N elements of a slab.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from lazyjax.models.residuals import backward_from, forward_saving
+from lazyjax.models.template import Context, LayerKind, ModelTemplate
+from lazyjax.specs import SlabLayout, slab_layout
+
+DATA_AXIS = "data"
+
+#: `(hi,)` for bfloat16 compute, `(hi, lo)` for float32: the halves of the split master.
+DeviceSlab = tuple[Array, ...]
+Token = Array
+
+
+class DeviceBatch(NamedTuple):
+    """One microbatch on the device; see `lazyjax.batch.Batch`."""
+
+    tokens_BT: Int32[Array, "B T"]
+    targets_BT: Int32[Array, "B T"]
+    loss_mask_BT: Bool[Array, "B T"]
+    segment_ids_BT: Int32[Array, "B T"]
+    positions_BT: Int32[Array, "B T"]
+
+    @property
+    def context(self) -> Context:
+        """What the layers need of it."""
+        return Context(self.positions_BT, self.segment_ids_BT)
+
+
+class GradientSlab(NamedTuple):
+    """A layer's finished gradient and the sum of its squares (of the values as delivered)."""
+
+    gradient_N: Float[Array, " N"]
+    squared_norm: Float32[Array, ""]
+
+
+def data_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A one-axis mesh over `devices` (default: the first device)."""
+    chosen = list(devices) if devices is not None else jax.devices()[:1]
+    return jax.make_mesh((len(chosen),), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=chosen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Compiled functions for one template, dtype and mesh; compiled at first use and kept.
+
+    Attributes:
+        compute_dtype: dtype of parameters and activations, `bfloat16` or `float32`.
+        gradient_dtype: dtype in which gradients leave the device.
+        head_chunk_tokens: tokens whose logits exist at once.
+    """
+
+    template: ModelTemplate
+    mesh: Mesh
+    compute_dtype: str = "bfloat16"
+    gradient_dtype: str = "bfloat16"
+    head_chunk_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.compute_dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"compute_dtype: {self.compute_dtype!r}, expected 'bfloat16' or 'float32'")
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    @property
+    def sharded(self) -> NamedSharding:
+        """First axis split over the mesh."""
+        return NamedSharding(self.mesh, PartitionSpec(DATA_AXIS))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The same value on every device."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def layout(self, layer_index: int) -> SlabLayout:
+        """The slab layout of a layer on this mesh."""
+        return slab_layout(self.template.spec.layers[layer_index].parameters, devices=self.mesh.size)
+
+    # Kernels, by what they are compiled for
+
+    @functools.cache  # noqa: B019 - kernels live as long as the process
+    def forward(self, kind: LayerKind, saved: tuple[str, ...]) -> Callable[..., Any]:
+        """(slab, x, context) -> (y_BTD, residuals named `saved`, token)."""
+
+        @jax.jit
+        def forward_layer(
+            slab: DeviceSlab, x: Array, context: Context
+        ) -> tuple[Array, tuple[Array, ...], Token]:
+            params = self._unflatten(kind, slab)
+            if saved:
+                y_BTD, residuals = forward_saving(kind.apply, saved, params, x, context)
+            else:
+                y_BTD, residuals = kind.apply(params, x, context), ()
+            return self._split_rows(y_BTD), tuple(map(self._split_rows, residuals)), _token()
+
+        return forward_layer
+
+    @functools.cache  # noqa: B019
+    def backward(
+        self, kind: LayerKind, saved: tuple[str, ...], accumulates: bool, last: bool
+    ) -> Callable[..., Any]:
+        """(accumulator | None, slab, x, context, residuals, y_gradient) -> (x_gradient, result, token).
+
+        `result` is a `GradientSlab` on the last microbatch, else the fp32 accumulator, which is
+        donated from call to call.
+        """
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def backward_layer(
+            accumulator: Array | None,
+            slab: DeviceSlab,
+            x_BTD: Array,
+            context: Context,
+            residuals: tuple[Array, ...],
+            y_gradient_BTD: Array,
+        ) -> tuple[Array, Any, Token]:
+            params = self._unflatten(kind, slab)
+            gradients, x_gradient_BTD = backward_from(
+                kind.apply, saved, params, x_BTD, context, residuals, y_gradient_BTD
+            )
+            result = self._collect(kind, gradients, accumulator if accumulates else None, last)
+            return self._split_rows(x_gradient_BTD), result, _token()
+
+        return backward_layer
+
+    @functools.cache  # noqa: B019
+    def embed_backward(self, accumulates: bool, last: bool) -> Callable[..., Any]:
+        """(accumulator | None, tokens_BT, x_gradient_BTD) -> (result, token); needs no parameters."""
+        kind = self.template.kind(0)
+        (table,) = kind.parameters
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def backward_embedding(
+            accumulator: Array | None, tokens_BT: Array, x_gradient_BTD: Array
+        ) -> tuple[Any, Token]:
+            table_VD = jnp.zeros(table.shape, jnp.float32)
+            table_VD = table_VD.at[tokens_BT].add(x_gradient_BTD.astype(jnp.float32))
+            return self._collect(kind, (table_VD,), accumulator if accumulates else None, last), _token()
+
+        return backward_embedding
+
+    @functools.cache  # noqa: B019
+    def loss(self, accumulates: bool, last: bool) -> Callable[..., Any]:
+        """The head and the cross-entropy, forward and backward at once.
+
+        (accumulator | None, table accumulator | None, slab, table slab | None, x, batch, scale) ->
+        (loss, x_gradient, result, table accumulator | None, token)
+
+        `loss` is the sum of -log p over unmasked targets times `scale`. The table's slab and
+        accumulator are given where the table is tied, i.e. belongs to the embedding.
+        """
+        head = self.template.kind(len(self.template.spec.layers) - 1)
+        tied = self.template.spec.tied
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def head_and_loss(
+            accumulator: Array | None,
+            table_accumulator: Array | None,
+            slab: DeviceSlab,
+            table_slab: DeviceSlab | None,
+            x_BTD: Array,
+            batch: DeviceBatch,
+            scale: Float32[Array, ""],
+        ) -> tuple[Array, Array, Any, Any, Token]:
+            params = self._unflatten(head, slab)
+            table_VD = self._table(params, table_slab)
+            normed_BTD, norm_pullback = jax.vjp(lambda p, x: head.apply(p, x, batch.context), params, x_BTD)
+            loss, normed_gradient_BTD, table_gradient_VD = _cross_entropy(
+                normed_BTD, table_VD, batch, scale, self.head_chunk_tokens
+            )
+            gradients, x_gradient_BTD = norm_pullback(normed_gradient_BTD)
+            table_result = None
+            if tied:
+                embed = self.template.kind(0)
+                previous = table_accumulator if accumulates else None
+                table_result = self._collect(embed, (table_gradient_VD,), previous, last=False)
+            else:
+                position = self.template.table.parameter_index
+                gradients = tuple(
+                    table_gradient_VD if i == position else gradient for i, gradient in enumerate(gradients)
+                )
+            result = self._collect(head, gradients, accumulator if accumulates else None, last)
+            return loss, self._split_rows(x_gradient_BTD), result, table_result, _token()
+
+        return head_and_loss
+
+    @functools.cache  # noqa: B019
+    def evaluation_loss(self) -> Callable[..., Any]:
+        """(slab, table slab | None, x, batch) -> sum of -log p over unmasked targets."""
+
+        @jax.jit
+        def evaluate(
+            slab: DeviceSlab, table_slab: DeviceSlab | None, x_BTD: Array, batch: DeviceBatch
+        ) -> Array:
+            normed_BTD, table_VD = self._normed(slab, table_slab, x_BTD, batch.context)
+            return _cross_entropy_forward(normed_BTD, table_VD, batch, self.head_chunk_tokens)
+
+        return evaluate
+
+    @functools.cache  # noqa: B019
+    def logits(self) -> Callable[..., Any]:
+        """(slab, table slab | None, x_BTD, context) -> fp32 logits_BTV."""
+
+        @jax.jit
+        def compute_logits(
+            slab: DeviceSlab, table_slab: DeviceSlab | None, x_BTD: Array, context: Context
+        ) -> Array:
+            normed_BTD, table_VD = self._normed(slab, table_slab, x_BTD, context)
+            return jnp.einsum("btd,vd->btv", normed_BTD, table_VD, preferred_element_type=jnp.float32)
+
+        return compute_logits
+
+    # Slabs inside kernels
+
+    def _normed(
+        self, slab: DeviceSlab, table_slab: DeviceSlab | None, x_BTD: Array, context: Context
+    ) -> tuple[Array, Array]:
+        head = self.template.kind(len(self.template.spec.layers) - 1)
+        params = self._unflatten(head, slab)
+        return head.apply(params, x_BTD, context), self._table(params, table_slab)
+
+    def _table(self, head_params: tuple[Array, ...], table_slab: DeviceSlab | None) -> Array:
+        owner = self.template.kind(self.template.table.layer_index)
+        params = head_params if table_slab is None else self._unflatten(owner, table_slab)
+        return params[self.template.table.parameter_index]
+
+    def _unflatten(self, kind: LayerKind, slab: DeviceSlab) -> tuple[Array, ...]:
+        """The parameters of `kind` in compute dtype, from its streamed slab."""
+        gathered = tuple(jax.lax.with_sharding_constraint(half, self.replicated) for half in slab)
+        if self.compute_dtype == "bfloat16":
+            flat_N = jax.lax.bitcast_convert_type(gathered[0], jnp.bfloat16)
+        else:
+            hi, lo = gathered
+            bits = (hi.astype(jnp.uint32) << 16) + lo.astype(jnp.int32).astype(jnp.uint32)
+            flat_N = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        layout = slab_layout(kind.parameters, devices=self.mesh.size)
+        return tuple(
+            jax.lax.slice(flat_N, (segment.offset,), (segment.offset + segment.elements,)).reshape(
+                segment.shape
+            )
+            for segment in layout.segments
+        )
+
+    def _collect(
+        self, kind: LayerKind, gradients: Sequence[Array], accumulator: Array | None, last: bool
+    ) -> Array | GradientSlab:
+        """Adds gradients to the accumulator; on the last microbatch, the finished slab."""
+        flat_N = self._flatten(kind, gradients)
+        total_N = flat_N if accumulator is None else accumulator + flat_N
+        if not last:
+            return jax.lax.with_sharding_constraint(total_N, self.sharded)
+        delivered_N = jax.lax.with_sharding_constraint(total_N.astype(self.gradient_dtype), self.sharded)
+        return GradientSlab(delivered_N, jnp.sum(jnp.square(delivered_N.astype(jnp.float32))))
+
+    def _flatten(self, kind: LayerKind, gradients: Sequence[Array]) -> Float32[Array, " N"]:
+        layout = slab_layout(kind.parameters, devices=self.mesh.size)
+        parts = []
+        ends = [segment.offset for segment in layout.segments[1:]] + [layout.length]
+        for segment, gradient, end in zip(layout.segments, gradients, ends, strict=True):
+            parts.append(gradient.astype(jnp.float32).reshape(-1))
+            if gap := end - segment.offset - segment.elements:
+                parts.append(jnp.zeros(gap, jnp.float32))
+        return jnp.concatenate(parts)
+
+    def _split_rows(self, array: Array) -> Array:
+        return jax.lax.with_sharding_constraint(array, self.sharded)
+
+
+def _token() -> Token:
+    return jnp.zeros((), jnp.int32)
+
+
+def _chunks(batch: DeviceBatch, chunk_tokens: int) -> tuple[int, int, int]:
+    """Number of chunks along T, tokens of T in each, and the padding that makes them equal."""
+    rows, length = batch.tokens_BT.shape
+    width = min(length, max(1, chunk_tokens // rows))
+    count = math.ceil(length / width)
+    return count, width, count * width - length
+
+
+def _chunked(array: Array, count: int, width: int, padding: int) -> Array:
+    """[B, T, ...] -> [chunks, B, width, ...], padded with zeros."""
+    padded = jnp.pad(array, [(0, 0), (0, padding)] + [(0, 0)] * (array.ndim - 2))
+    split = padded.reshape(array.shape[0], count, width, *array.shape[2:])
+    return jnp.moveaxis(split, 1, 0)
+
+
+#: Up to this many chunks are unrolled: XLA:CPU runs the bodies of loops on one thread.
+_UNROLLED_CHUNKS = 8
+
+
+def _log_probabilities(
+    normed_BCD: Array, table_VD: Array, targets_BC: Array
+) -> tuple[Float32[Array, "B C V"], Float32[Array, "B C"], Float32[Array, "B C"]]:
+    logits_BCV = jnp.einsum("bcd,vd->bcv", normed_BCD, table_VD, preferred_element_type=jnp.float32)
+    log_total_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
+    chosen_BC = jnp.take_along_axis(logits_BCV, targets_BC[..., None], axis=-1)[..., 0]
+    return logits_BCV, log_total_BC, log_total_BC - chosen_BC
+
+
+def _cross_entropy(
+    normed_BTD: Array, table_VD: Array, batch: DeviceBatch, scale: Array, chunk_tokens: int
+) -> tuple[Float32[Array, ""], Array, Float32[Array, "V D"]]:
+    """Loss, gradient of the normed input and fp32 gradient of the table, chunk by chunk.
+
+    d loss / d logits = (softmax - onehot(target)) * mask * scale.
+    """
+    count, width, padding = _chunks(batch, chunk_tokens)
+    rows, length, hidden = normed_BTD.shape
+
+    def one_chunk(carry: tuple[Array, Array], chunk: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
+        loss, table_gradient_VD = carry
+        normed_BCD, targets_BC, mask_BC = chunk
+        logits_BCV, log_total_BC, losses_BC = _log_probabilities(normed_BCD, table_VD, targets_BC)
+        weight_BC = mask_BC.astype(jnp.float32) * scale
+        onehot_BCV = targets_BC[..., None] == jnp.arange(table_VD.shape[0])
+        gradient_BCV = (jnp.exp(logits_BCV - log_total_BC[..., None]) - onehot_BCV) * weight_BC[..., None]
+        gradient_BCV = gradient_BCV.astype(normed_BTD.dtype)
+        normed_gradient_BCD = jnp.einsum("bcv,vd->bcd", gradient_BCV, table_VD)
+        table_gradient_VD += jnp.einsum(
+            "bcv,bcd->vd", gradient_BCV, normed_BCD, preferred_element_type=jnp.float32
+        )
+        return (loss + jnp.sum(losses_BC * weight_BC), table_gradient_VD), normed_gradient_BCD
+
+    chunks = tuple(
+        _chunked(array, count, width, padding) for array in (normed_BTD, batch.targets_BT, batch.loss_mask_BT)
+    )
+    start = (jnp.zeros((), jnp.float32), jnp.zeros(table_VD.shape, jnp.float32))
+    unroll = count if count <= _UNROLLED_CHUNKS else 1
+    (loss, table_gradient_VD), gradient = jax.lax.scan(one_chunk, start, chunks, unroll=unroll)
+    gradient_BTD = jnp.moveaxis(gradient, 0, 1).reshape(rows, count * width, hidden)[:, :length]
+    return loss, gradient_BTD, table_gradient_VD
+
+
+def _cross_entropy_forward(
+    normed_BTD: Array, table_VD: Array, batch: DeviceBatch, chunk_tokens: int
+) -> Float32[Array, ""]:
+    count, width, padding = _chunks(batch, chunk_tokens)
+
+    def one_chunk(total: Array, chunk: tuple[Array, ...]) -> tuple[Array, None]:
+        normed_BCD, targets_BC, mask_BC = chunk
+        *_, losses_BC = _log_probabilities(normed_BCD, table_VD, targets_BC)
+        return total + jnp.sum(losses_BC * mask_BC), None
+
+    chunks = tuple(
+        _chunked(array, count, width, padding) for array in (normed_BTD, batch.targets_BT, batch.loss_mask_BT)
+    )
+    unroll = count if count <= _UNROLLED_CHUNKS else 1
+    total, _ = jax.lax.scan(one_chunk, jnp.zeros((), jnp.float32), chunks, unroll=unroll)
+    return total

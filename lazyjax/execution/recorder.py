@@ -1,0 +1,114 @@
+"""Times operations without making the program wait for them.
+
+Device work is asynchronous: what the dispatching thread sees is only when an operation was
+issued. One watcher per resource waits for the results in issue order and notes when each became
+ready; an operation is taken to have started when it was issued or when the one before it on the
+same resource ended, whichever is later.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import Any
+
+import jax
+
+from lazyjax.planning.schedule import Operation
+from lazyjax.timeline import Event, MemorySample, Resource, Timeline, shift_to_zero
+
+
+class Recorder:
+    """Collects the events of one step at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: list[Event] = []
+        self._memory: list[MemorySample] = []
+        self._step = 0
+        self._queues: dict[Resource, queue.SimpleQueue[Any]] = {}
+        self._threads: list[threading.Thread] = []
+        for resource in (Resource.COMPUTE, Resource.H2D, Resource.D2H):
+            self._queues[resource] = queue.SimpleQueue()
+            thread = threading.Thread(
+                target=self._watch, args=(resource,), daemon=True, name=f"watch-{resource}"
+            )
+            thread.start()
+            self._threads.append(thread)
+
+    def begin_step(self, step: int) -> None:
+        """Forgets the step before."""
+        with self._lock:
+            self._step, self._events, self._memory = step, [], []
+
+    def issued(self, operation: Operation, result: Any) -> None:
+        """Watches `result` (arrays or a future) of an operation that was just issued."""
+        self._queues[operation.resource].put((self._step, operation, result, time.perf_counter()))
+
+    def finished(self, operation: Operation, start: float, end: float) -> None:
+        """Records an operation that was timed where it ran, e.g. on a host thread."""
+        self._record(self._step, operation, start, end)
+
+    def memory(self, tier: str, live_bytes: int) -> None:
+        """Records the live bytes of a tier now."""
+        with self._lock:
+            self._memory.append(MemorySample(time.perf_counter(), tier, live_bytes))
+
+    def timeline(self) -> Timeline:
+        """The current step's events so far, after what was issued has finished."""
+        for resource_queue in self._queues.values():
+            drained = threading.Event()
+            resource_queue.put(drained)
+            drained.wait()
+        with self._lock:
+            origin = min((event.start_seconds for event in self._events), default=0.0)
+            memory = tuple(
+                MemorySample(max(0.0, sample.seconds - origin), sample.tier, sample.bytes)
+                for sample in self._memory
+            )
+            return Timeline("measured", shift_to_zero(self._events), memory)
+
+    def close(self) -> None:
+        """Stops the watchers."""
+        for resource_queue in self._queues.values():
+            resource_queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _watch(self, resource: Resource) -> None:
+        previous_end = 0.0
+        while True:
+            entry = self._queues[resource].get()
+            if entry is None:
+                return
+            if isinstance(entry, threading.Event):
+                entry.set()
+                continue
+            step, operation, result, issued = entry
+            try:
+                result.result() if hasattr(result, "result") else jax.block_until_ready(result)
+            except Exception:
+                continue
+            end = time.perf_counter()
+            self._record(step, operation, max(issued, previous_end), end)
+            previous_end = end
+            del entry, result
+
+    def _record(self, step: int, operation: Operation, start: float, end: float) -> None:
+        with self._lock:
+            if step != self._step:
+                return
+            self._events.append(
+                Event(
+                    step=step,
+                    operation=operation.index,
+                    kind=operation.kind.value,
+                    resource=operation.resource,
+                    layer=operation.layer,
+                    microbatch=operation.microbatch,
+                    start_seconds=start,
+                    end_seconds=end,
+                    bytes=operation.bytes,
+                )
+            )

@@ -1,0 +1,77 @@
+"""Copies between host and device, and their accounting.
+
+Parameters cross as slabs, activations as arrays in `pinned_host` memory, gradients through
+`pinned_host` into their host slab. Every copy is explicit, so a transfer guard finds the others.
+On a CPU backend the same code runs; the copies are then real copies within host memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from lazyjax.batch import Batch
+from lazyjax.execution.kernels import DeviceBatch, DeviceSlab
+from lazyjax.storage.host import LayerSlabs
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes on one device of all arrays in `tree` (the largest shard of each)."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        shard: int = int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64))
+        total += shard * leaf.dtype.itemsize
+    return total
+
+
+class Transfers:
+    """Copies in the layouts of one sharding (first axis over the mesh)."""
+
+    def __init__(self, sharded: NamedSharding, compute_dtype: str) -> None:
+        self._device = sharded
+        self._host = sharded.with_memory_kind("pinned_host")
+        self._both_halves = compute_dtype == "float32"
+
+    def slab_to_device(self, slabs: LayerSlabs) -> DeviceSlab:
+        """Starts the copy of a layer's parameters.
+
+        The slabs must not change until the copy is ready; `may_alias` is off because on a CPU
+        backend the device array would otherwise be the slab itself.
+        """
+        halves = (slabs.hi, slabs.lo) if self._both_halves else (slabs.hi,)
+        return tuple(jax.device_put(half, self._device, may_alias=False) for half in halves)
+
+    def batch_to_device(self, batch: Batch) -> DeviceBatch:
+        """Starts the copy of one microbatch."""
+        arrays = (
+            batch.tokens_BT,
+            batch.targets_BT,
+            batch.loss_mask_BT,
+            batch.segment_ids_BT,
+            batch.positions_BT,
+        )
+        return DeviceBatch(
+            *(jax.device_put(np.ascontiguousarray(a), self._device, may_alias=False) for a in arrays)
+        )
+
+    def to_host(self, array: Array) -> Array:
+        """Starts the copy of a device array into pinned host memory."""
+        return jax.device_put(array, self._host)
+
+    def to_device(self, array: Array) -> Array:
+        """Starts the copy of a pinned host array to the device."""
+        return jax.device_put(array, self._device)
+
+    def from_bytes(self, raw: np.ndarray, shape: tuple[int, ...], dtype: Any) -> Array:
+        """A pinned host array from bytes that were read back from NVMe."""
+        return jax.device_put(raw.view(dtype).reshape(shape), self._host)
+
+
+def copy_into_slab(delivered: Array, gradient_N: np.ndarray) -> None:
+    """Waits for a gradient in pinned host memory and copies it into its slab."""
+    for shard in delivered.addressable_shards:
+        gradient_N[shard.index] = np.asarray(shard.data)

@@ -1,0 +1,187 @@
+"""The streamed step equals the plain in-memory step: loss, every gradient, parameters after three."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pathlib
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from lazyjax.execution.executor import Executor
+from lazyjax.execution.host_update import HostUpdates
+from lazyjax.execution.kernels import Kernels, data_mesh
+from lazyjax.models.template import ModelTemplate
+from lazyjax.optim.adamw import Fp32AdamW
+from lazyjax.optim.clipping import ClipRule
+from lazyjax.planning.baselines import BASELINES
+from lazyjax.planning.plan import LayerPlan, Plan
+from lazyjax.specs import Tier
+from lazyjax.storage.host import HostStore
+from tests import reference, tiny
+
+ROWS, LENGTH = 12, 21
+# Where a gradient is zero but for rounding (a key bias), Adam with a tiny epsilon turns its sign into a
+# whole step. An epsilon above the rounding keeps the comparison about the update.
+RATE, CLIP, DECAY, EPS = 1e-3, 0.5, 0.1, 1e-6
+
+
+@functools.cache
+def kernels(model: ModelTemplate, devices: int = 1) -> Kernels:
+    """Shared between tests, so that a kernel is compiled once."""
+    return Kernels(
+        model,
+        data_mesh(jax.devices()[:devices]),
+        compute_dtype="float32",
+        gradient_dtype="float32",
+        head_chunk_tokens=50,
+    )
+
+
+@functools.cache
+def expectation(model: ModelTemplate, segments: bool = False):
+    """Losses of three steps, gradients of the first, parameters after the last."""
+    parameters = reference.random_parameters(model, seed=1)
+    batches = batches_of(segments)
+    _, gradients = reference.loss_and_gradients(model, parameters, batches[0])
+    losses, final = reference.train(
+        model, parameters, batches, learning_rate=RATE, clip_norm=CLIP, weight_decay=DECAY, eps=EPS
+    )
+    return losses, gradients, final
+
+
+def batches_of(segments: bool = False):
+    return [
+        reference.random_batch(seed, ROWS, LENGTH, tiny.VOCABULARY, segments=segments) for seed in range(3)
+    ]
+
+
+@contextlib.contextmanager
+def executor_for(
+    model: ModelTemplate, plan: Plan, folder: pathlib.Path, devices: int = 1
+) -> Iterator[tuple[Executor, HostStore]]:
+    store = tiny.filled_store(model, reference.random_parameters(model, seed=1), devices=devices)
+    optimizer = Fp32AdamW(b1=0.9, b2=0.999, eps=EPS, weight_decay=DECAY)
+    executor = Executor(
+        kernels(model, devices),
+        plan,
+        store,
+        HostUpdates(store, optimizer),
+        clip=ClipRule("global_norm", CLIP),
+        nvme_folder=folder / "nvme",
+    )
+    try:
+        yield executor, store
+    finally:
+        executor.close()
+
+
+def assert_close(actual: np.ndarray, expected: object, name: str, bound: float = 1e-5) -> None:
+    """Relative to the tensor's norm."""
+    expected = np.asarray(jax.device_get(expected))
+    error = np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-12)
+    assert error <= bound, f"{name}: relative error {error:.2e}"
+
+
+def check_against_oracle(
+    model: ModelTemplate, plan: Plan, folder: pathlib.Path, devices: int = 1, segments: bool = False
+) -> None:
+    losses, gradients, final = expectation(model, segments)
+    with executor_for(model, plan, folder, devices) as (executor, store), jax.transfer_guard("disallow"):
+        for step, batch in enumerate(batches_of(segments)):
+            result = executor.train_step(batch, RATE)
+            assert not result.skipped
+            assert result.loss == pytest.approx(losses[step], rel=1e-6 if step == 0 else 1e-5)
+            if step == 0:
+                norm = np.sqrt(
+                    sum(float(np.sum(np.square(jax.device_get(g)))) for gs in gradients for g in gs)
+                )
+                assert result.gradient_norm == pytest.approx(norm, rel=1e-5)
+                for slabs, layer, expected in zip(store.layers, model.spec.layers, gradients, strict=True):
+                    for segment, gradient in zip(slabs.layout.segments, expected, strict=True):
+                        part = slice(segment.offset, segment.offset + segment.elements)
+                        actual = np.array(slabs.gradient[part]).reshape(segment.shape)
+                        assert_close(actual, gradient, f"gradient of {layer.name}.{segment.name}")
+        executor.flush()
+        for slabs, layer, expected in zip(store.layers, model.spec.layers, final, strict=True):
+            for segment, value in zip(slabs.layout.segments, expected, strict=True):
+                assert_close(
+                    slabs.master(segment.name), value, f"{layer.name}.{segment.name} after three steps"
+                )
+
+
+CASES = [
+    ("qwen2", True),
+    ("qwen2", False),
+    ("qwen3", True),
+    ("qwen3", False),
+    ("qwen3_5", True),
+    ("qwen3_5", False),
+]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("planner", sorted(BASELINES))
+@pytest.mark.parametrize(("family", "tied"), CASES)
+def test_baseline_plans_equal_the_oracle(
+    family: str, tied: bool, planner: str, microbatches: int, tmp_path: pathlib.Path
+) -> None:
+    model = tiny.template(family, tied=tied)
+    plan = BASELINES[planner](
+        model.spec,
+        tiny.residual_names(model),
+        rows=ROWS,
+        sequence_length=LENGTH,
+        microbatches=microbatches,
+        handoff="host" if microbatches == 3 and planner != "keep_all" else "device",
+    )
+    check_against_oracle(model, plan, tmp_path)
+
+
+def mixed_plan(model: ModelTemplate, microbatches: int, **decisions: object) -> Plan:
+    """A different choice for every layer: all homes, all tiers, a long segment, a resident layer."""
+    homes = ["device", "device", "nvme", "host", "recompute", "recompute", "device"]
+    layers = []
+    for index, names in enumerate(tiny.residual_names(model)):
+        tiers = [Tier.HOST, Tier.DEVICE, Tier.NVME]
+        saved = {name: tiers[(index + i) % 3] for i, name in enumerate(names) if (index + i) % 4}
+        layers.append(LayerPlan(boundary=homes[index], saved=saved, resident=index == 3))
+    return Plan(
+        model=model.spec.name,
+        planner="mixed",
+        rows=ROWS,
+        sequence_length=LENGTH,
+        microbatches=microbatches,
+        layers=tuple(layers),
+        **decisions,
+    )
+
+
+@pytest.mark.parametrize(
+    "decisions",
+    [
+        {"microbatches": 3, "handoff": "host", "prefetch": 3, "reload_ahead": 2},
+        {"microbatches": 4, "handoff": "device", "prefetch": 1, "backward_prefetch": 1},
+        {"microbatches": 1, "update": "immediate"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5"])
+def test_mixed_plans_equal_the_oracle(family: str, decisions: dict, tmp_path: pathlib.Path) -> None:
+    model = tiny.template(family, tied=False)
+    check_against_oracle(model, mixed_plan(model, **decisions), tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_four_devices_equal_the_oracle(tied: bool, tmp_path: pathlib.Path) -> None:
+    """Batch and slabs sharded over four virtual devices."""
+    model = tiny.template("qwen3_5", tied=tied)
+    check_against_oracle(model, mixed_plan(model, 3, handoff="host"), tmp_path, devices=4)
+
+
+def test_packed_segments_equal_the_oracle(tmp_path: pathlib.Path) -> None:
+    model = tiny.template("qwen3_5", tied=False)
+    check_against_oracle(model, mixed_plan(model, 3), tmp_path, segments=True)
