@@ -1,0 +1,297 @@
+"""Is the planner's answer the best there is? Random chains against brute force.
+
+Command:  python -m experiments.benchmarks.planner_exactness [--instances 200] [--most-plans 60000]
+Each instance is a chain of at most four blocks of mixed kinds with random sizes, rates and
+capacities. Every plan in its decision space is replayed to the steady state; the program's
+period must equal the best. Expected: `200 of 200 equal`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float64
+
+from lazyjax.planning.milp import solve, window_period
+from lazyjax.planning.plan import LayerPlan, Plan
+from lazyjax.planning.problem import Problem, SegmentChoice
+from lazyjax.planning.schedule import Kind, LayerSizes, ModelSizes, Operation
+from lazyjax.planning.window_memory import memory_rows, peak_bytes
+from lazyjax.planning.windows import WindowModel
+from lazyjax.specs import Tier
+from lazyjax.timeline import Resource
+
+#: Steps of the replay of all plans at once; those that did not settle are replayed one by one.
+_STEPS = 14
+
+
+class RandomSeconds:
+    """Seconds per operation of a random machine: rates per link, a table per layer and kind."""
+
+    def __init__(self, rng: np.random.Generator, residual_names: list[tuple[str, ...]]) -> None:
+        self.rate = {
+            resource: 10 ** rng.uniform(-0.5, 0.7)
+            for resource in (Resource.H2D, Resource.D2H, Resource.NVME_READ, Resource.NVME_WRITE)
+        }
+        count = len(residual_names)
+        self.forward = rng.uniform(0.2, 2.0, count)
+        self.update = rng.uniform(0.05, 1.5, count) * rng.choice([0.2, 1.0, 3.0])
+        self.gain = [{name: rng.uniform(0.05, 0.4) for name in names} for names in residual_names]
+
+    def __call__(self, operation: Operation) -> float:
+        """Seconds of one operation."""
+        match operation.kind:
+            case Kind.FORWARD | Kind.RECOMPUTE:
+                return float(self.forward[operation.layer])
+            case Kind.LOSS:
+                return float(3 * self.forward[operation.layer])
+            case Kind.BACKWARD:
+                gain = sum(self.gain[operation.layer][name] for name in operation.saved)
+                return float(self.forward[operation.layer] * (3.0 - gain))
+            case Kind.UPDATE:
+                return float(self.update[operation.layer])
+            case _:
+                return operation.bytes / 100.0 / self.rate[operation.resource]
+
+
+@dataclasses.dataclass(frozen=True)
+class Instance:
+    """A random problem and what it was drawn from."""
+
+    seed: int
+    problem: Problem
+
+
+def random_problem(seed: int, *, most_plans: int = 20_000, most_blocks: int = 4) -> Problem:
+    """A random chain with at most `most_plans` plans."""
+    rng = np.random.default_rng(seed)
+    while True:
+        problem = _draw(rng, most_blocks)
+        if plan_count(problem) <= most_plans:
+            return problem
+
+
+def _draw(rng: np.random.Generator, most_blocks: int) -> Problem:
+    blocks = int(rng.integers(1, most_blocks + 1))
+    microbatches = int(rng.choice([1, 1, 2, 3, 4]))
+    tied = bool(rng.random() < 0.3)
+    kinds = [{name: int(rng.integers(5, 90)) for name in ("a", "b")[: rng.integers(0, 3)]} for _ in range(2)]
+    kind_of = rng.integers(0, 2, blocks)
+    residuals = [{}, *(kinds[kind] for kind in kind_of), {}]
+    hidden = int(rng.integers(10, 60))
+    slabs = {kind: int(rng.integers(20, 150)) for kind in range(2)}
+    ends = int(rng.integers(20, 300))
+    layers = []
+    for index in range(blocks + 2):
+        inner = 0 < index <= blocks
+        parameters = slabs[int(kind_of[index - 1])] if inner else ends
+        layers.append(
+            LayerSizes(
+                parameter_bytes=parameters,
+                accumulator_bytes=2 * parameters,
+                gradient_bytes=parameters,
+                input_bytes=hidden if index else 0,
+                residual_bytes=residuals[index],
+                state_bytes=parameters,
+            )
+        )
+    sizes = ModelSizes(tuple(layers), 3, tied)
+    names = [tuple(layer.residual_bytes) for layer in layers]
+    nvme = bool(rng.random() < 0.4)
+    nvme_states = bool(rng.random() < 0.3)
+    tiers = [Tier.DEVICE, Tier.HOST, *([Tier.NVME] if nvme and rng.random() < 0.5 else [])]
+    saves: list[tuple[Mapping[str, Tier], ...]] = []
+    for own in names:
+        sets = [subset for size in range(1, len(own) + 1) for subset in itertools.combinations(own, size)]
+        saves.append(({}, *(dict.fromkeys(subset, tier) for subset in sets for tier in tiers)))
+    settings = Plan(
+        model="random", planner="none", rows=microbatches, sequence_length=1, microbatches=microbatches,
+        prefetch=int(rng.integers(1, 4)), backward_prefetch=int(rng.integers(1, 4)),
+        reload_ahead=int(rng.integers(1, 3)),
+        handoff="host" if rng.random() < 0.25 else "device",
+        update="immediate" if rng.random() < 0.3 else "deferred",
+        layers=tuple(LayerPlan() for _ in layers),
+    )  # fmt: skip
+    roomy = Problem(
+        settings=settings,
+        sizes=sizes,
+        seconds=RandomSeconds(rng, names),
+        saves=tuple(saves),
+        capacity=dict.fromkeys(Tier, 10 ** 9),
+        longest_segment=blocks if rng.random() < 0.5 else 2,
+        nvme_boundaries=nvme,
+        nvme_states=nvme_states,
+        residents=bool(rng.random() < 0.6),
+    )
+    return dataclasses.replace(roomy, capacity=_capacities(roomy, rng))
+
+
+def _capacities(problem: Problem, rng: np.random.Generator) -> dict[Tier, int]:
+    """Between what the leanest plan seems to need and what the richest does."""
+    model = WindowModel(problem)
+    rows = memory_rows(model)
+    plans = all_plans(model, rng, most=300)
+    peaks = peak_bytes(rows, model.choices.complete(plans))
+    capacity = {}
+    for tier in Tier:
+        low, high = float(peaks[tier].min()), float(peaks[tier].max())
+        capacity[tier] = int(low + (high - low) * rng.uniform(-0.02, 1.1) ** 2)
+    return capacity
+
+
+def plan_count(problem: Problem) -> int:
+    """How many plans a problem has."""
+    choices = WindowModel(problem).choices
+    count = len(_paths(problem))
+    for layer in choices.blocks:
+        count *= len(problem.saves[layer])
+    return count * 2 ** (len(choices.residents) + len(choices.states))
+
+
+def _paths(problem: Problem) -> list[tuple[SegmentChoice, ...]]:
+    """All ways to cut the blocks into segments with a home each."""
+    choices = WindowModel(problem).choices
+    finished: list[tuple[SegmentChoice, ...]] = []
+    open_paths: list[tuple[SegmentChoice, ...]] = [()]
+    while open_paths:
+        path = open_paths.pop()
+        following = path[-1].end + 1 if path else 1
+        if following == problem.head:
+            finished.append(path)
+            continue
+        open_paths += [(*path, s) for s in choices.segments if s.start == following]
+    return finished
+
+
+def all_plans(
+    model: WindowModel, rng: np.random.Generator | None = None, most: int | None = None
+) -> Float64[np.ndarray, "plans binaries"]:
+    """Every assignment of a problem's decisions, or `most` random ones."""
+    choices, problem = model.choices, model.problem
+    factors: list[list[tuple[Any, ...]]] = [list(_paths(problem))]
+    for layer in choices.blocks:
+        own = [choice for choice in choices.saves if choice.layer == layer]
+        if own:
+            factors.append([(choice,) for choice in own])
+    factors += [[(), (choice,)] for choice in (*choices.residents, *choices.states)]
+    if most is None:
+        combinations = list(itertools.product(*factors))
+    else:
+        assert rng is not None
+        combinations = [
+            tuple(factor[int(rng.integers(len(factor)))] for factor in factors) for _ in range(most)
+        ]
+    plans = np.zeros((len(combinations), choices.binaries))
+    for row, combination in enumerate(combinations):
+        plans[row, [choices.number[choice] for part in combination for choice in part]] = 1.0
+    return plans
+
+
+def periods(
+    model: WindowModel, plans: Float64[np.ndarray, "plans binaries"]
+) -> tuple[Float64[np.ndarray, "plans"], Bool[np.ndarray, "plans"]]:
+    """Steady-state periods of many plans at once, and which of them had settled."""
+    values = model.choices.complete(plans)
+    durations = model.durations(values)
+    count = len(plans)
+    conditions = {
+        id(condition): condition.value(values) > 0.5
+        for operation in model.operations
+        for _, condition in operation.waits
+        if condition is not None
+    }
+    previous: list[Any] | None = None
+    advances = np.zeros((count, len(model.operations)))
+    for _ in range(_STEPS):
+        end: list[Any] = [None] * len(model.operations)
+        free: dict[Resource, Any] = {}
+        if previous is not None:
+            for operation in model.operations:
+                free[operation.resource] = previous[operation.index]
+        for operation in model.operations:
+            begin = free[operation.resource] if operation.resource in free else np.zeros(count)
+            for wait, condition in operation.waits:
+                if condition is None:
+                    begin = np.maximum(begin, end[wait])
+                else:
+                    begin = np.where(conditions[id(condition)], np.maximum(begin, end[wait]), begin)
+            if previous is not None:
+                for wait in operation.waits_previous:
+                    begin = np.maximum(begin, previous[wait])
+            end[operation.index] = begin + durations[:, operation.index]
+            free[operation.resource] = end[operation.index]
+        if previous is not None:
+            advances = np.stack(end, axis=1) - np.stack(previous, axis=1)
+        previous = end
+    low, high = advances.min(axis=1), advances.max(axis=1)
+    return high, (high - low) <= 1e-10 * high
+
+
+def best_by_force(problem: Problem) -> float:
+    """The smallest period over all plans that fit; infinite if none does."""
+    model = WindowModel(problem)
+    rows = memory_rows(model)
+    plans = all_plans(model)
+    peaks = peak_bytes(rows, model.choices.complete(plans))
+    fits = np.logical_and.reduce([peaks[tier] <= problem.capacity[tier] for tier in Tier])
+    plans = plans[fits]
+    if not len(plans):
+        return float("inf")
+    found, settled = periods(model, plans)
+    best = float(found[settled].min()) if settled.any() else float("inf")
+    # A plan that has not settled is worth a full replay only if its queues allow less than that.
+    busy = np.max(
+        [
+            sum(
+                operation.seconds.value(model.choices.complete(plans))
+                for operation in model.operations
+                if operation.resource is resource
+            )
+            for resource in {operation.resource for operation in model.operations}
+        ],
+        axis=0,
+    )
+    for index in np.flatnonzero(~settled & (busy < best)):
+        best = min(best, window_period(model, plans[index]))
+    return best
+
+
+def check(seed: int, most_plans: int, solver: str | None = None) -> tuple[float, float, float]:
+    """(best by brute force, program's period by replay, program's objective) of one instance."""
+    problem = random_problem(seed, most_plans=most_plans)
+    solution = solve(problem, relative_gap=1e-9, time_limit_seconds=120, solver=solver)
+    return best_by_force(problem), solution.period_seconds, solution.objective_seconds
+
+
+def main() -> None:
+    """Runs all instances and prints those that differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--instances", type=int, default=200)
+    parser.add_argument("--most-plans", type=int, default=60_000)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--solver", choices=("CBC", "HIGHS"), default=None)
+    arguments = parser.parse_args()
+    equal = infeasible = 0
+    begun = time.monotonic()
+    for seed in range(arguments.first_seed, arguments.first_seed + arguments.instances):
+        force, period, objective = check(seed, arguments.most_plans, arguments.solver)
+        same = force == period or abs(force - period) <= 1e-6 * force
+        same = same and (force == objective or abs(force - objective) <= 1e-6 * force)
+        infeasible += force == float("inf")
+        equal += same
+        if not same:
+            print(f"seed {seed}: brute force {force:.9g}, replay {period:.9g}, objective {objective:.9g}")
+    print(
+        f"{equal} of {arguments.instances} equal ({infeasible} of them: nothing fits, both agree), "
+        f"{time.monotonic() - begun:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()
