@@ -199,8 +199,8 @@ class Executor:
         if self._skipped_in_a_row >= MOST_NON_FINITE_STEPS:
             raise NonFiniteStepsError(
                 f"{MOST_NON_FINITE_STEPS} steps in a row had a non-finite loss or gradient norm (last: "
-                f"loss {result.loss}, norm {result.gradient_norm}); none of them changed the parameters. Lower the "
-                "learning rate, or check the checkpoint and the data"
+                f"loss {result.loss}, norm {result.gradient_norm}); none of them changed the parameters. "
+                "Lower the learning rate, or check the checkpoint and the data"
             )
 
     def flush(self) -> None:

@@ -131,10 +131,10 @@ class Kernels:
         """(accumulator | None, slab, x, context, residuals, y_gradient) -> (x_gradient, result, token).
 
         `result` is a `GradientSlab` on the last microbatch, else the fp32 accumulator, which is
-        donated from call to call.
+        donated from call to call (but not to the gradient, which may have another dtype).
         """
 
-        @functools.partial(jax.jit, donate_argnums=0)
+        @functools.partial(jax.jit, donate_argnums=() if last else 0)
         def backward_layer(
             accumulator: Array | None,
             slab: DeviceSlab,
@@ -158,7 +158,7 @@ class Kernels:
         kind = self.template.kind(0)
         (table,) = kind.parameters
 
-        @functools.partial(jax.jit, donate_argnums=0)
+        @functools.partial(jax.jit, donate_argnums=() if last else 0)
         def backward_embedding(
             accumulator: Array | None, tokens_BT: Array, x_gradient_BTD: Array
         ) -> tuple[Any, Token]:
@@ -181,7 +181,7 @@ class Kernels:
         head = self.template.kind(len(self.template.spec.layers) - 1)
         tied = self.template.spec.tied
 
-        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        @functools.partial(jax.jit, donate_argnums=1 if last else (0, 1))
         def head_and_loss(
             accumulator: Array | None,
             table_accumulator: Array | None,

@@ -1,0 +1,199 @@
+"""What the executor promises beside the right numbers: memory, skipping, deferral, records."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from lazyjax.batch import Batch
+from lazyjax.execution.executor import Executor, NonFiniteStepsError
+from lazyjax.models.template import ModelTemplate
+from lazyjax.planning.plan import Boundary, LayerPlan, Plan, PlanError
+from lazyjax.planning.schedule import Operation
+from lazyjax.specs import Tier
+from lazyjax.storage.host import HostStore
+from tests import reference, tiny
+from tests.execution.test_oracle import LENGTH, ROWS, executor_for, mixed_plan
+
+MODEL = tiny.template("qwen2", tied=False)
+BATCH = reference.random_batch(0, ROWS, LENGTH, tiny.VOCABULARY)
+
+
+def host_plan(model: ModelTemplate, rows: int, microbatches: int) -> Plan:
+    """Boundaries and handoffs on the host: device memory depends on neither depth nor batch."""
+    inner = [LayerPlan(boundary=Boundary.HOST)] * (len(model.spec.layers) - 2)
+    return Plan(
+        model=model.spec.name,
+        planner="host",
+        rows=rows,
+        sequence_length=LENGTH,
+        microbatches=microbatches,
+        handoff="host",
+        layers=(LayerPlan(), *inner, LayerPlan()),
+    )
+
+
+def live_device_bytes() -> int:
+    """What JAX itself says is allocated in device memory, on the first device."""
+    return sum(
+        array.nbytes
+        for array in jax.live_arrays()
+        if array.sharding.memory_kind == "device" and array.ndim > 0
+    )
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_live_bytes_follow_the_schedule(microbatches: int, tmp_path: pathlib.Path) -> None:
+    """After every operation, the arrays alive are those the schedule lists, as JAX counts them."""
+    plan = mixed_plan(MODEL, microbatches, handoff="host" if microbatches == 3 else "device")
+    with executor_for(MODEL, plan, tmp_path) as (executor, _):
+        executor.train_step(BATCH, 1e-3)
+        before = live_device_bytes()
+        predicted = {index: live[Tier.DEVICE] for index, live in executor.schedule.live_bytes()}
+        measured: dict[int, int] = {}
+
+        def look(operation: Operation) -> None:
+            executor.timeline()  # waits until nothing is held only because it is being timed
+            measured[operation.index] = live_device_bytes() - before
+
+        executor.on_operation = look
+        result = executor.train_step(BATCH, 1e-3)
+    assert measured.keys() == predicted.keys()
+    for index, expected in predicted.items():
+        assert measured[index] == pytest.approx(expected, abs=0.02 * max(predicted.values())), (
+            executor.schedule.operations[index]
+        )
+    peak = executor.schedule.peak_bytes()[Tier.DEVICE]
+    assert max(measured.values()) == pytest.approx(peak, rel=0.02)
+    assert result.peak_device_bytes == pytest.approx(peak, rel=0.02)
+
+
+def peak_bytes(model: ModelTemplate, rows: int, microbatches: int, folder: pathlib.Path) -> int:
+    plan = host_plan(model, rows, microbatches)
+    with executor_for(model, plan, folder) as (executor, _):
+        return executor.train_step(
+            reference.random_batch(0, rows, LENGTH, tiny.VOCABULARY), 1e-3
+        ).peak_device_bytes
+
+
+def test_peak_does_not_grow_with_depth_or_batch(tmp_path: pathlib.Path) -> None:
+    deeper = tiny.template("qwen2", tied=False, blocks=11)
+    peak = peak_bytes(MODEL, 4 * 4, 4, tmp_path)
+    assert peak_bytes(deeper, 4 * 4, 4, tmp_path) == peak
+    assert peak_bytes(MODEL, 4 * 12, 12, tmp_path) == peak
+
+
+def snapshot(executor: Executor, store: HostStore) -> list[bytes]:
+    slabs = [array.tobytes() for layer in store.layers for array in (layer.hi, layer.lo)]
+    return slabs + [array.tobytes() for state in executor.updates.states for array in state.values()]
+
+
+def test_deferred_update_is_bit_identical_to_immediate(tmp_path: pathlib.Path) -> None:
+    results = []
+    for update in ("deferred", "immediate"):
+        with executor_for(MODEL, mixed_plan(MODEL, 3, update=update), tmp_path) as (executor, store):
+            losses = [executor.train_step(BATCH, 1e-2).loss for _ in range(3)]
+            executor.flush()
+            results.append((losses, snapshot(executor, store)))
+    assert results[0] == results[1]
+    assert results[0][0][2] < results[0][0][0]
+
+
+def test_deferred_update_really_waits(tmp_path: pathlib.Path) -> None:
+    """Nothing has been written when the step returns; flushing writes it."""
+    with executor_for(MODEL, mixed_plan(MODEL, 1), tmp_path) as (executor, store):
+        before = snapshot(executor, store)
+        executor.train_step(BATCH, 1e-2)
+        assert snapshot(executor, store) == before
+        executor.flush()
+        assert snapshot(executor, store) != before
+
+
+@pytest.mark.parametrize("update", ["deferred", "immediate"])
+def test_non_finite_steps_change_nothing_and_three_abort(update: str, tmp_path: pathlib.Path) -> None:
+    with executor_for(MODEL, mixed_plan(MODEL, 3, update=update), tmp_path) as (executor, store):
+        executor.train_step(BATCH, 1e-2)
+        executor.flush()
+        name = MODEL.spec.layers[3].parameters[0].name
+        good = store.layers[3].master(name)
+        bad = good.copy()
+        bad.flat[0] = np.inf
+        store.layers[3].set_master(name, bad)
+        before = snapshot(executor, store)
+        assert executor.train_step(BATCH, 1e-2).skipped
+        assert executor.train_step(BATCH, 1e-2).skipped
+        assert executor.skipped_steps == 2
+        with pytest.raises(NonFiniteStepsError, match="3 steps in a row"):
+            executor.train_step(BATCH, 1e-2)
+        executor.flush()
+        assert snapshot(executor, store) == before
+        assert executor.applied_steps == 1
+        store.layers[3].set_master(name, good)
+        assert not executor.train_step(BATCH, 1e-2).skipped
+        assert executor.applied_steps == 2
+
+
+def test_evaluation_and_logits_equal_the_oracle(tmp_path: pathlib.Path) -> None:
+    for model in (MODEL, tiny.template("qwen3", tied=True)):
+        parameters = reference.random_parameters(model, seed=1)
+        with executor_for(model, mixed_plan(model, 3), tmp_path) as (executor, _):
+            total, targets = executor.evaluate(BATCH)
+            assert total / targets == pytest.approx(
+                float(reference.mean_loss(model, parameters, BATCH)), rel=1e-6
+            )
+            expected = np.asarray(reference.model_logits(model, parameters, BATCH))
+            np.testing.assert_allclose(executor.logits(BATCH), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_sees_the_pending_update(tmp_path: pathlib.Path) -> None:
+    with executor_for(MODEL, mixed_plan(MODEL, 1), tmp_path) as (executor, _):
+        before, _ = executor.evaluate(BATCH)
+        executor.train_step(BATCH, 1e-2)
+        after, _ = executor.evaluate(BATCH)
+        assert after < before
+
+
+def test_every_operation_leaves_an_event(tmp_path: pathlib.Path) -> None:
+    with executor_for(MODEL, mixed_plan(MODEL, 3), tmp_path) as (executor, _):
+        executor.train_step(BATCH, 1e-3)
+        executor.train_step(BATCH, 1e-3)
+        timeline = executor.timeline()
+        assert {event.operation for event in timeline.events} == set(range(len(executor.schedule.operations)))
+        assert all(event.end_seconds >= event.start_seconds >= 0 for event in timeline.events)
+        assert timeline.memory
+        assert timeline.source == "measured"
+
+
+def test_bad_batches_are_refused(tmp_path: pathlib.Path) -> None:
+    with executor_for(MODEL, mixed_plan(MODEL, 1), tmp_path) as (executor, store):
+        before = snapshot(executor, store)
+        with pytest.raises(ValueError, match=f"batch has 3 rows, the plan is for {ROWS}"):
+            executor.train_step(BATCH.slice_rows(0, 3), 1e-3)
+        empty = Batch(
+            BATCH.tokens_BT,
+            BATCH.targets_BT,
+            np.zeros_like(BATCH.loss_mask_BT),
+            BATCH.segment_ids_BT,
+            BATCH.positions_BT,
+        )
+        with pytest.raises(ValueError, match="no target tokens"):
+            executor.train_step(empty, 1e-3)
+        executor.flush()
+        assert snapshot(executor, store) == before
+
+
+def test_plan_that_does_not_fit_is_refused(tmp_path: pathlib.Path) -> None:
+    with executor_for(MODEL, mixed_plan(MODEL, 1), tmp_path) as (executor, _):
+        other = tiny.template("qwen3", tied=False)
+        with pytest.raises(PlanError, match="model"):
+            executor.set_plan(mixed_plan(other, 1))
+
+
+def test_shorter_sequences_run_under_the_same_plan(tmp_path: pathlib.Path) -> None:
+    short = reference.random_batch(5, ROWS, 9, tiny.VOCABULARY)
+    with executor_for(MODEL, mixed_plan(MODEL, 3), tmp_path) as (executor, _):
+        expected = float(reference.mean_loss(MODEL, reference.random_parameters(MODEL, seed=1), short))
+        assert executor.train_step(short, 1e-3).loss == pytest.approx(expected, rel=1e-6)
