@@ -60,7 +60,7 @@ class Course:
 
     learning_rates: Float32[np.ndarray, " steps"]
     evaluate_every: int
-    steps_per_epoch: float
+    steps_per_epoch: int
 
     @property
     def steps(self) -> int:

@@ -69,7 +69,7 @@ class KnownExecutor:
 def make_trainer(tmp_path, executor, *, steps=4, evaluate_every=2, evaluation_batches=2):
     output = io.StringIO()
     console = Console(file=output, width=200)
-    course = Course(np.linspace(0.1, 0.4, steps, dtype=np.float32), evaluate_every, steps_per_epoch=2.0)
+    course = Course(np.linspace(0.1, 0.4, steps, dtype=np.float32), evaluate_every, steps_per_epoch=2)
     trainer = Trainer(
         executor,
         itertools.repeat(make_batch()),

@@ -1,0 +1,62 @@
+"""Presets load, and the smoke model is the full model in small."""
+
+import json
+
+import pytest
+
+from experiments import smollm2
+from experiments.qwen27b import CONFIGS, PRESETS, choose_preset
+from lazyjax.config import ConfigError, load_config
+from lazyjax.models.registry import architecture
+from lazyjax.training.setup import read_architecture
+
+
+@pytest.mark.parametrize(
+    ("arguments", "platform", "preset", "rest"),
+    [
+        ([], "cpu", "smoke", []),
+        ([], "gpu", "smoke", []),
+        (["--model", "m"], "gpu", "full", ["--model", "m"]),
+        (["--model=m"], "gpu", "full", ["--model=m"]),
+        (["--model", "m"], "cpu", "smoke", ["--model", "m"]),
+        (["full", "--model", "m"], "cpu", "full", ["--model", "m"]),
+        (["smoke", "--training.steps", "3"], "gpu", "smoke", ["--training.steps", "3"]),
+    ],
+)
+def test_choice_of_preset(arguments, platform, preset, rest):
+    chosen, reason, left = choose_preset(arguments, platform)
+    assert (chosen, list(left)) == (preset, rest)
+    assert preset in reason
+    if platform == "cpu" and arguments == []:
+        assert reason.startswith("No accelerator found")
+
+
+def test_full_is_the_setup_of_the_paper():
+    config = load_config(PRESETS["full"], ["--model", "folder"])
+    assert (config.data.rows, config.data.sequence_length, config.data.train_fraction) == (72, 1024, 0.7)
+    keys = config.optimizer
+    assert (keys.learning_rate, keys.beta1, keys.beta2, keys.epsilon) == (1e-5, 0.9, 0.999, 1e-8)
+    assert (keys.weight_decay, keys.clip_norm, config.data.seed) == (0.01, 1.0, 42)
+    with pytest.raises(ConfigError, match="model"):
+        load_config(PRESETS["full"])
+
+
+def test_smoke_has_the_proportions_of_the_full_model():
+    config = load_config(PRESETS["smoke"])
+    small = read_architecture(config)[0]
+    full = architecture("Qwen3.6-27B")
+    assert small.family == full.family
+    assert small.layer_types == full.layer_types[: len(small.layer_types)]
+    for one in (small, full):
+        assert one.linear_num_value_heads == 3 * one.linear_num_key_heads
+        assert one.num_attention_heads == 6 * one.num_key_value_heads
+    assert small.rope == full.rope
+    assert small.tie_word_embeddings == full.tie_word_embeddings
+    assert small.rms_norm_eps == full.rms_norm_eps
+
+
+def test_configs_are_read_by_someone():
+    known = {path.name for path in PRESETS.values()} | {smollm2.CONFIG.name, "qwen27b_smoke_model.json"}
+    assert {path.name for path in CONFIGS.iterdir()} == known
+    json.loads((CONFIGS / "qwen27b_smoke_model.json").read_text())
+    assert load_config(smollm2.CONFIG).training.steps == 20

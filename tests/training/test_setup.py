@@ -1,0 +1,190 @@
+"""A whole run from its configuration: real data, real executor, and the oracle beside it."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from lazyjax.config import Config, ConfigError, load_config
+from lazyjax.data.chat import load_tokenizer
+from lazyjax.models.registry import build_template, init_parameters
+from lazyjax.planning.plan import PlanError, load_plan
+from lazyjax.training import setup
+from lazyjax.training.setup import SetupError, choose_plan, read_architecture, read_batches
+from tests import reference
+
+ARCHITECTURE = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 2048,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+STEPS, RATE = 3, 1e-2
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Gives a configuration of a small run, in float32 so that the oracle is met closely."""
+    (tmp_path / "small.json").write_text(json.dumps(ARCHITECTURE))
+    fixed = {
+        "--model.architecture": tmp_path / "small.json",
+        "--model.compute-dtype": "float32",
+        "--data.sequence-length": 128,
+        "--data.rows": 4,
+        "--data.batching": "padded",
+        "--optimizer.learning-rate": RATE,
+        "--optimizer.gradient-dtype": "float32",
+        "--plan.microbatches": 2,
+        "--training.steps": STEPS,
+        "--training.evaluate-rows": 6,
+        "--run.folder": tmp_path / "runs",
+    }
+
+    def make(**overrides) -> Config:
+        words = fixed | {"--" + key.replace("__", ".").replace("_", "-"): v for key, v in overrides.items()}
+        return load_config(None, [str(word) for pair in words.items() for word in pair])
+
+    return make
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def metrics(folder, kind):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def test_a_run_follows_the_oracle_and_its_record_repeats_it(small, tmp_path):
+    config = small(run__name="first")
+    console = quiet()
+    summary = setup.train(config, console)
+    folder = tmp_path / "runs" / "first"
+    assert summary["status"] == "finished"
+    assert {path.name for path in folder.iterdir()} == {
+        "config.yaml",
+        "plan.json",
+        "metrics.jsonl",
+        "timeline.json",
+        "tensorboard",
+        "summary.json",
+    }
+
+    template = build_template(read_architecture(config)[0])
+    assert load_plan(folder / "plan.json") == choose_plan(config, template)
+    parameters = reference_parameters(template, config.training.seed)
+    batches = read_batches(config.data, load_tokenizer(), config.training.evaluate_rows)
+    training = [next(batches.training) for _ in range(STEPS)]
+    losses, trained = reference.train(
+        template, parameters, training, learning_rate=RATE, clip_norm=1.0, weight_decay=0.01, eps=1e-8
+    )
+    np.testing.assert_allclose([step["loss"] for step in metrics(folder, "train")], losses, rtol=1e-5)
+    for record, state in zip(metrics(folder, "evaluation"), (parameters, trained), strict=True):
+        held_out = list(batches.evaluation_batches())
+        targets = [batch.target_tokens for batch in held_out]
+        losses = [float(reference.mean_loss(template, state, batch)) for batch in held_out]
+        assert record["loss"] == pytest.approx(np.average(losses, weights=targets), rel=1e-5)
+        assert record["target_tokens"] == sum(targets)
+
+    again = load_config(folder / "config.yaml", ["--run.name", "again"])
+    setup.train(again, quiet())
+    repeated = metrics(tmp_path / "runs" / "again", "train")
+    for first, second in zip(metrics(folder, "train"), repeated, strict=True):
+        assert (first["loss"], first["gradient_norm"]) == (second["loss"], second["gradient_norm"])
+
+
+def reference_parameters(template, seed):
+    import jax
+
+    key = jax.random.key(seed)
+    parameters = []
+    for index, layer in enumerate(template.spec.layers):
+        values = init_parameters(template, index, key)
+        parameters.append(tuple(jax.numpy.asarray(values[tensor.name]) for tensor in layer.parameters))
+    return parameters
+
+
+def test_epochs_give_the_steps(small):
+    config = small(training__steps="null", training__epochs=0.5)
+    batches = read_batches(config.data, load_tokenizer(), 0)
+    course = setup.make_course(config, batches.training)
+    assert course.steps == round(batches.training.batches_in_epoch() / 2)
+    assert batches.evaluation is None
+
+
+def test_the_first_lines_say_what_runs(small):
+    console = quiet()
+    setup.train(small(training__steps=1, training__evaluate_rows=0), console)
+    text = console.file.getvalue()
+    for word in ("M parameters", "data ", "plan ", "recompute_all", "host ", "device ", "records in"):
+        assert word in text
+
+
+def test_nothing_is_written_before_everything_was_checked(small, tmp_path):
+    short = {"training__epochs": 0.0001, "training__steps": "null"}
+    refusals = [
+        (small(data__rows=6, plan__file=tmp_path / "absent.json"), PlanError, "absent.json"),
+        (small(plan__devices=64), SetupError, "plan.devices is 64"),
+        (small(optimizer__warmup_steps=2, **short), ValueError, "warmup"),
+    ]
+    for config, kind, words in refusals:
+        with pytest.raises(kind, match=words):
+            setup.train(config, quiet())
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_plan_file_decides_and_must_fit_the_batch(small, tmp_path):
+    config = small()
+    template = build_template(read_architecture(config)[0])
+    plan = choose_plan(small(plan__planner="megatrain", plan__microbatches=4), template)
+    assert (plan.update, plan.microbatches) == ("immediate", 4)
+    plan.save(tmp_path / "plan.json")
+    assert choose_plan(small(plan__file=tmp_path / "plan.json"), template) == plan
+    with pytest.raises(PlanError, match=r"rows is 4, but data\.rows is 8"):
+        choose_plan(small(plan__file=tmp_path / "plan.json", data__rows=8), template)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(small, tmp_path):
+    (tmp_path / "narrow.json").write_text(json.dumps(ARCHITECTURE | {"vocab_size": 100}))
+    with pytest.raises(SetupError, match=r"2048 tokens, narrow only 100: set data\.tokenizer"):
+        setup.train(small(model__architecture=tmp_path / "narrow.json"), quiet())
+
+
+def test_memory_that_is_not_there_is_refused_with_the_amount(small, monkeypatch):
+    monkeypatch.setattr(setup, "available_host_bytes", lambda: 2**30)
+    with pytest.raises(SetupError, match=r"1024\.0 MiB|1\.00 GiB are available.*hybrid8bit"):
+        setup.train(small(), quiet())
+
+
+def test_state_bytes_are_those_allocated(small):
+    config = small()
+    template = build_template(read_architecture(config)[0])
+    optimizer = setup.make_optimizer(config)
+    store = setup.allocate_host_store(template.spec, gradient_dtype="float32")
+    allocated = sum(
+        slabs.hi.nbytes
+        + slabs.lo.nbytes
+        + slabs.gradient.nbytes
+        + sum(array.nbytes for array in optimizer.create_state(slabs.layout).values())
+        for slabs in store.layers
+    )
+    assert setup.training_state_bytes(template.spec, optimizer, gradient_dtype="float32") == allocated
+
+
+def test_microbatches_must_divide_rows(small):
+    with pytest.raises(ConfigError, match=r"data\.rows \(4\).*plan\.microbatches \(3\)"):
+        small(plan__microbatches=3)
