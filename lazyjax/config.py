@@ -228,10 +228,12 @@ class RunConfig(_Group):
         folder: parent of all runs.
         name: the run's own folder; by default the date and the model's name. A folder that
             already holds a run is never written to.
+        save_model: whether the trained model is written there too, as a Hugging Face folder.
     """
 
     folder: pathlib.Path = pathlib.Path("runs")
     name: Annotated[str, pydantic.Field(pattern=r"^[\w.+-]+$")] | None = None
+    save_model: bool = True
 
 
 class Config(_Group):

@@ -6,6 +6,7 @@
     tensorboard/    the same numbers for TensorBoard
     timeline.json   the last step's operations, for ui.perfetto.dev
     summary.json    how the run ended, on which device, and its main figures
+    model/          the trained model as a Hugging Face folder
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ class RunFolder:
     def tensorboard(self) -> pathlib.Path:
         """Folder of TensorBoard's event files."""
         return self.path / "tensorboard"
+
+    @property
+    def model(self) -> pathlib.Path:
+        """Folder of the trained model."""
+        return self.path / "model"
 
     def write_config(self, config: Config) -> None:
         """Writes config.yaml."""

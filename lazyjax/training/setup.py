@@ -12,6 +12,7 @@ import datetime
 import importlib.metadata
 import math
 import pathlib
+import shutil
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +30,7 @@ from lazyjax.execution.executor import Executor
 from lazyjax.execution.host_update import HostUpdates
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.huggingface.checkpoint import Checkpoint, bind, load_into, open_checkpoint, read_json_table
+from lazyjax.huggingface.export import export
 from lazyjax.models.architecture import Architecture
 from lazyjax.models.registry import architecture, build_template, init_parameters, parse_hf_config
 from lazyjax.models.template import ModelTemplate
@@ -42,7 +44,7 @@ from lazyjax.storage.host import HostStore, allocate_host_store
 from lazyjax.training.display import Display, format_bytes
 from lazyjax.training.learning_rate import learning_rates
 from lazyjax.training.loop import Course, Trainer
-from lazyjax.training.run_folder import create_run_folder
+from lazyjax.training.run_folder import RunFolder, create_run_folder
 
 #: Left for Python, JAX and the batches when host memory is checked.
 _OTHER_HOST_BYTES = 2**30
@@ -160,6 +162,17 @@ def _check_host_memory(needed_bytes: int, optimizer_name: str) -> None:
     )
 
 
+def _check_disk(folder: pathlib.Path, needed_bytes: int) -> None:
+    """A model that cannot be written at the end is better known of before training."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free_bytes = shutil.disk_usage(existing).free
+    if free_bytes < needed_bytes:
+        raise SetupError(
+            f"the trained model takes {format_bytes(needed_bytes)}, {existing} has room for "
+            f"{format_bytes(free_bytes)}: name another run.folder, or set run.save_model to false"
+        )
+
+
 def available_host_bytes() -> int | None:
     """Memory that can be had without swapping (Linux; None elsewhere)."""
     try:
@@ -182,9 +195,28 @@ def _fill_store(
             slabs.set_master(name, value)
 
 
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Everything of one run, allocated and filled."""
+
+    trainer: Trainer
+    template: ModelTemplate
+    store: HostStore
+    checkpoint: Checkpoint | None
+    tokenizer: Tokenizer
+    folder: RunFolder
+
+    def save_model(self) -> pathlib.Path:
+        """Writes the model as it is now, with its tokenizer, into the run folder."""
+        export(self.folder.model, self.template, self.store, self.checkpoint)
+        if self.checkpoint is None:
+            self.tokenizer.save_pretrained(self.folder.model)
+        return self.folder.model
+
+
 @contextlib.contextmanager
-def prepare(config: Config, console: Console) -> Iterator[Trainer]:
-    """A trainer for `config`; its executor is closed at the end.
+def prepare(config: Config, console: Console) -> Iterator[Prepared]:
+    """Makes everything that `config` asks for; the executor is closed at the end.
 
     Raises:
         ValueError: (SetupError, PlanError, DataError, CheckpointError, ...) before anything large is
@@ -215,6 +247,8 @@ def prepare(config: Config, console: Console) -> Iterator[Trainer]:
         )
     batches = read_batches(config.data, tokenizer, config.training.evaluate_rows)
     course = make_course(config, batches.training)
+    if config.run.save_model:
+        _check_disk(config.run.folder, 2 * spec.parameter_count)
     folder = create_run_folder(config, spec.name)
     folder.write_plan(plan)
     weights = "random weights" if checkpoint is None else f"weights from {config.model.folder}"
@@ -247,17 +281,18 @@ def prepare(config: Config, console: Console) -> Iterator[Trainer]:
         clip=ClipRule(config.optimizer.clip, config.optimizer.clip_norm),
         nvme_folder=config.plan.nvme_folder,
     )
+    trainer = Trainer(
+        executor,
+        batches.training,
+        batches.evaluation_batches,
+        course,
+        parameter_count=spec.parameter_count,
+        folder=folder,
+        display=Display(console, steps=course.steps, log_every=config.training.log_every),
+        facts=_facts(config, spec, plan, devices[0]),
+    )
     try:
-        yield Trainer(
-            executor,
-            batches.training,
-            batches.evaluation_batches,
-            course,
-            parameter_count=spec.parameter_count,
-            folder=folder,
-            display=Display(console, steps=course.steps, log_every=config.training.log_every),
-            facts=_facts(config, spec, plan, devices[0]),
-        )
+        yield Prepared(trainer, template, store, checkpoint, tokenizer, folder)
     finally:
         executor.close()
         updates.close()
@@ -275,8 +310,12 @@ def make_course(config: Config, loader: Loader) -> Course:
 
 def train(config: Config, console: Console) -> dict[str, Any]:
     """Prepares and runs a training; returns the summary of the run folder."""
-    with prepare(config, console) as trainer:
-        return trainer.run()
+    with prepare(config, console) as prepared:
+        summary = prepared.trainer.run()
+        if config.run.save_model and summary["steps"]:
+            path = prepared.save_model()
+            console.print(f"model written to {path}", highlight=False, markup=False, soft_wrap=True)
+    return summary
 
 
 def _facts(config: Config, spec: ModelSpec, plan: Plan, device: jax.Device) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ from rich.console import Console
 
 from lazyjax.config import Config, ConfigError, load_config
 from lazyjax.data.chat import load_tokenizer
+from lazyjax.huggingface.checkpoint import load_into
 from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.planning.plan import PlanError, load_plan
+from lazyjax.storage.host import allocate_host_store
 from lazyjax.training import setup
 from lazyjax.training.setup import SetupError, choose_plan, read_architecture, read_batches
 from tests import reference
@@ -33,6 +36,8 @@ ARCHITECTURE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 STEPS, RATE = 3, 1e-2
+#: Well above the rounding of gradients, which AdamW would otherwise blow up to whole steps.
+EPSILON = 1e-3
 
 
 @pytest.fixture
@@ -46,6 +51,7 @@ def small(tmp_path):
         "--data.rows": 4,
         "--data.batching": "padded",
         "--optimizer.learning-rate": RATE,
+        "--optimizer.epsilon": EPSILON,
         "--optimizer.gradient-dtype": "float32",
         "--plan.microbatches": 2,
         "--training.steps": STEPS,
@@ -82,6 +88,7 @@ def test_a_run_follows_the_oracle_and_its_record_repeats_it(small, tmp_path):
         "timeline.json",
         "tensorboard",
         "summary.json",
+        "model",
     }
 
     template = build_template(read_architecture(config)[0])
@@ -90,7 +97,7 @@ def test_a_run_follows_the_oracle_and_its_record_repeats_it(small, tmp_path):
     batches = read_batches(config.data, load_tokenizer(), config.training.evaluate_rows)
     training = [next(batches.training) for _ in range(STEPS)]
     losses, trained = reference.train(
-        template, parameters, training, learning_rate=RATE, clip_norm=1.0, weight_decay=0.01, eps=1e-8
+        template, parameters, training, learning_rate=RATE, clip_norm=1.0, weight_decay=0.01, eps=EPSILON
     )
     np.testing.assert_allclose([step["loss"] for step in metrics(folder, "train")], losses, rtol=1e-5)
     for record, state in zip(metrics(folder, "evaluation"), (parameters, trained), strict=True):
@@ -99,6 +106,17 @@ def test_a_run_follows_the_oracle_and_its_record_repeats_it(small, tmp_path):
         losses = [float(reference.mean_loss(template, state, batch)) for batch in held_out]
         assert record["loss"] == pytest.approx(np.average(losses, weights=targets), rel=1e-5)
         assert record["target_tokens"] == sum(targets)
+
+    exported = load_config(None, ["--model", str(folder / "model"), "--model.compute-dtype", "float32"])
+    model, checkpoint = read_architecture(exported)
+    assert model == template.config.model_copy(update={"name": "model"})
+    written = allocate_host_store(template.spec)
+    load_into(checkpoint, template, written)
+    for slabs, layer, values in zip(written.layers, template.spec.layers, trained, strict=True):
+        for tensor, value in zip(layer.parameters, values, strict=True):
+            # bfloat16 rounds by at most 2^-9; steps of 1e-2 agree to 1e-4 of themselves.
+            np.testing.assert_allclose(slabs.master(tensor.name), value, rtol=2**-8, atol=1e-6)
+    assert load_tokenizer(folder / "model").get_vocab() == load_tokenizer().get_vocab()
 
     again = load_config(folder / "config.yaml", ["--run.name", "again"])
     setup.train(again, quiet())
@@ -164,6 +182,13 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(small, tmp_path):
         setup.train(small(model__architecture=tmp_path / "narrow.json"), quiet())
 
 
+def test_a_disk_without_room_for_the_model_is_refused_before_training(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(setup.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
+    with pytest.raises(SetupError, match=r"run\.save_model"):
+        setup.train(small(), quiet())
+    assert not (tmp_path / "runs").exists()
+
+
 def test_memory_that_is_not_there_is_refused_with_the_amount(small, monkeypatch):
     monkeypatch.setattr(setup, "available_host_bytes", lambda: 2**30)
     with pytest.raises(SetupError, match=r"1024\.0 MiB|1\.00 GiB are available.*hybrid8bit"):
@@ -174,7 +199,7 @@ def test_state_bytes_are_those_allocated(small):
     config = small()
     template = build_template(read_architecture(config)[0])
     optimizer = setup.make_optimizer(config)
-    store = setup.allocate_host_store(template.spec, gradient_dtype="float32")
+    store = allocate_host_store(template.spec, gradient_dtype="float32")
     allocated = sum(
         slabs.hi.nbytes
         + slabs.lo.nbytes
