@@ -246,9 +246,8 @@ def _step(
     g = gradient.astype(f32)
     g *= f32(scalars.gradient_scale)
     m *= f32(scalars.b1)
-    m += f32(1 - scalars.b1) * g
+    m += f32(scalars.m_share) * g
     np.square(g, out=g)
-    g *= f32(1 - scalars.b2)
     v *= f32(scalars.b2)
     v += g
     root = np.sqrt(v, out=g)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32, UInt8
+from jaxtyping import Array, Float32, Int8, Int32, UInt8
 
 #: Format of codes and scales; states of another version are refused. Names code and rounding.
 CODES_VERSION = "m4-nearest-value,v8-r2"
@@ -41,7 +41,7 @@ _MIN_NORMAL_BITS = 0x00800000
 class CodedMoment(NamedTuple):
     """Codes of consecutive blocks of S elements, and each block's largest magnitude."""
 
-    codes_KS: UInt8[Array, "K S"]
+    codes_KS: Int8[Array, "K S"] | UInt8[Array, "K S"]
     scale_K: Float32[Array, "K"]
 
 
@@ -79,7 +79,7 @@ def _decode(
 
 
 def encode_m(m_KS: Float32[Array, "K S"]) -> CodedMoment:
-    """Codes of a signed, finite moment: the sign in bit 7, the magnitude's code in bits 0-6."""
+    """Codes of a signed, finite moment, -127 to 127."""
     bits_KS = _bits(m_KS)
     magnitude_KS = bits_KS & _MAGNITUDE_MASK
     scale_bits_K = magnitude_KS.max(axis=1)
@@ -87,15 +87,15 @@ def encode_m(m_KS: Float32[Array, "K S"]) -> CodedMoment:
     # The product is exact, so that it does not matter whether XLA fuses it with the sum.
     offset_KS = jnp.minimum(0.5, position_KS * 0.015625 + 0.25)
     code_KS = _round(position_KS, offset_KS, magnitude_KS)
-    sign_KS = jnp.where(bits_KS < 0, 0x80, 0)
-    return CodedMoment((code_KS | sign_KS).astype(jnp.uint8), _float(scale_bits_K))
+    code_KS = jnp.where(bits_KS < 0, -code_KS, code_KS)
+    return CodedMoment(code_KS.astype(jnp.int8), _float(scale_bits_K))
 
 
 def decode_m(coded: CodedMoment) -> Float32[Array, "K S"]:
     """The values that `encode_m` stored."""
     code_KS = coded.codes_KS.astype(jnp.int32)
-    magnitude_KS = _decode(code_KS & 0x7F, coded.scale_K, M_LARGEST, M_ROOT)
-    return _float(magnitude_KS | ((code_KS & 0x80) << 24))
+    magnitude_KS = _decode(jnp.abs(code_KS), coded.scale_K, M_LARGEST, M_ROOT)
+    return _float(magnitude_KS | jnp.where(code_KS < 0, jnp.int32(-(2**31)), 0))
 
 
 def encode_v(v_KS: Float32[Array, "K S"], count: Int32[Array, ""]) -> CodedMoment:

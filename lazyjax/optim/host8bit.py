@@ -76,7 +76,7 @@ class Hybrid8bit:
         table = self._table(layout)
         blocks = table.coded_elements // BLOCK_ELEMENTS
         return {
-            "m_codes": ((table.coded_elements,), "uint8"),
+            "m_codes": ((table.coded_elements,), "int8"),
             "v_codes": ((table.coded_elements,), "uint8"),
             "m_scales": ((blocks,), "float32"),
             "v_scales": ((blocks,), "float32"),
@@ -138,9 +138,8 @@ def _update_pure(slabs: LayerSlabs, state: HostState, chunks: np.ndarray, scalar
     with jax.default_device(cpu):
         traced = AdamScalars(
             b1=jnp.float32(scalars.b1),
-            one_minus_b1=jnp.float32(1 - scalars.b1),
             b2=jnp.float32(scalars.b2),
-            one_minus_b2=jnp.float32(1 - scalars.b2),
+            m_share=jnp.float32(scalars.m_share),
             step=jnp.float32(scalars.step),
             root_scale=jnp.float32(scalars.root_scale),
             eps=jnp.float32(scalars.eps),

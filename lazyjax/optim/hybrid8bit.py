@@ -47,9 +47,8 @@ class AdamScalars(NamedTuple):
     """What one step multiplies by; see `lazyjax.optim.native.library.StepScalars`."""
 
     b1: Float32[Array, ""]
-    one_minus_b1: Float32[Array, ""]
     b2: Float32[Array, ""]
-    one_minus_b2: Float32[Array, ""]
+    m_share: Float32[Array, ""]
     step: Float32[Array, ""]
     root_scale: Float32[Array, ""]
     eps: Float32[Array, ""]
@@ -86,16 +85,16 @@ def adam_scalars(
     steps = count.astype(f32)
     m_correction = -jnp.expm1(steps * jnp.log(f32(b1)))
     v_correction = -jnp.expm1(steps * _log(b2))
+    root = (1 - b2) ** 0.5
     return AdamScalars(
         b1=f32(b1),
-        one_minus_b1=f32(1 - b1),
         b2=f32(b2),
-        one_minus_b2=f32(1 - b2),
+        m_share=f32((1 - b1) / root),
         step=f32(learning_rate) / m_correction,
         root_scale=1 / jnp.sqrt(v_correction),
         eps=f32(eps),
         decay_step=f32(learning_rate * weight_decay),
-        gradient_scale=f32(gradient_scale),
+        gradient_scale=f32(gradient_scale) * f32(root),
         step_number=count,
     )
 
@@ -128,8 +127,8 @@ def adam_step(
     s = scalars
     zero = jax.lax.shift_right_logical(s.step_number, 31)  # counts are positive, which XLA does not know
     gradient = gradient * s.gradient_scale
-    m = _product(s.b1, m, zero) + _product(s.one_minus_b1, gradient, zero)
-    v = _product(s.b2, v, zero) + _product(gradient * gradient, s.one_minus_b2, zero)
+    m = _product(s.b1, m, zero) + _product(s.m_share, gradient, zero)
+    v = _product(s.b2, v, zero) + _product(gradient, gradient, zero)
     root = _product(jnp.sqrt(v), s.root_scale, zero) + s.eps
     return m * s.step / root + _product(decay_step, parameter, zero), m, v
 
@@ -213,12 +212,12 @@ def hybrid8bit_adamw(
         blocks = eight_bit_blocks(parameter.size, block_size, min_8bit_size, eight_bit_fraction)
         rest = max(parameter.size - blocks * block_size, 0)
 
-        def zero_codes() -> CodedMoment:
-            codes_KS = jnp.zeros((blocks, block_size), jnp.uint8)
-            return CodedMoment(codes_KS, jnp.zeros(blocks, jnp.float32))
+        def zero_codes(dtype: jnp.dtype) -> CodedMoment:
+            return CodedMoment(jnp.zeros((blocks, block_size), dtype), jnp.zeros(blocks, jnp.float32))
 
+        zeros_R = jnp.zeros(rest, jnp.float32)
         return TensorMoments(
-            zero_codes(), zero_codes(), jnp.zeros(rest, jnp.float32), jnp.zeros(rest, jnp.float32)
+            zero_codes(jnp.dtype(jnp.int8)), zero_codes(jnp.dtype(jnp.uint8)), zeros_R, zeros_R
         )
 
     def init(params: optax.Params) -> Hybrid8bitState:

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 from lazyjax.optim import codes
 
 BLOCK = 256
-ALL_CODES_M = np.concatenate([np.arange(128), np.arange(129, 256)]).astype(np.uint8)
+ALL_CODES_M = np.concatenate([np.arange(128), np.arange(-127, 0)]).astype(np.int8)
 SCALES = (1e-30, 1e-12, 1.0, 3.3e4, 1e30, 3.4e38)
 
 encode_m, decode_m = jax.jit(codes.encode_m), jax.jit(codes.decode_m)
@@ -56,7 +56,7 @@ def test_only_a_zero_v_has_code_zero(v: np.ndarray, count: int) -> None:
 @pytest.mark.parametrize("scale", SCALES)
 def test_codes_survive_decoding_and_encoding(scale: float) -> None:
     """Every code stands for a value that is encoded as that code again."""
-    codes_KS = np.full((1, BLOCK), 127, np.uint8)
+    codes_KS = np.full((1, BLOCK), 127, np.int8)
     codes_KS[0, : ALL_CODES_M.size] = ALL_CODES_M
     coded = codes.CodedMoment(jnp.asarray(codes_KS), jnp.full(1, scale, jnp.float32))
     value = np.asarray(decode_m(coded))

@@ -161,7 +161,7 @@ def test_bad_states_are_refused_before_anything_is_written(name: str) -> None:
     for change, message in (
         ({key: misaligned(good[key])}, f"{key} is not aligned"),
         ({key: good[key][:-256]}, f"{key} has shape"),
-        ({key: good[key].view(np.int8)}, f"{key} has dtype int8"),
+        ({key: good[key].view(np.uint16)}, f"{key} has dtype uint16"),
         ({key: read_only}, f"{key} is read-only"),
         ({VERSION: other_version}, "the state has version 'old'"),
         ({"surplus": good[key]}, "surplus"),

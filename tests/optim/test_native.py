@@ -107,7 +107,7 @@ def test_bound_threads_give_the_same_result() -> None:
 def test_structures_have_the_sizes_of_the_header() -> None:
     assert library.CHUNK_DTYPE.itemsize == 32
     assert ctypes.sizeof(library._Slabs) == 80
-    assert ctypes.sizeof(library._Scalars) == 40
+    assert ctypes.sizeof(library._Scalars) == 36
 
 
 @native

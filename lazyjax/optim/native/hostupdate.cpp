@@ -19,7 +19,7 @@
 namespace hostupdate {
 namespace {
 
-constexpr int32_t kInterfaceVersion = 1;
+constexpr int32_t kInterfaceVersion = 2;
 
 // Denormals count as zero inside the kernels, as in XLA's CPU code: moments of parameters without
 // gradient decay through that range, where some processors are a hundred times slower.

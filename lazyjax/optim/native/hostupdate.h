@@ -28,7 +28,7 @@ struct Slabs {
   uint16_t* hi;
   int16_t* lo;
   const void* gradient;
-  uint8_t* m_codes;
+  int8_t* m_codes;
   uint8_t* v_codes;
   float* m_scales;  // one per block of codes
   float* v_scales;
@@ -38,12 +38,13 @@ struct Slabs {
 };
 
 struct Scalars {
-  float b1, one_minus_b1, b2, one_minus_b2;
+  float b1, b2;
+  float m_share;     // (1 - b1) / sqrt(1 - b2)
   float step;        // learning rate / (1 - b1^count)
   float root_scale;  // 1 / sqrt(1 - b2^count)
   float eps;
   float decay_step;  // learning rate * weight decay
-  float gradient_scale;
+  float gradient_scale;  // clip factor * sqrt(1 - b2)
   uint32_t count;
 };
 

@@ -18,61 +18,83 @@ template <class V>
 struct Kernel {
   using F = typename V::F;
   using I = typename V::I;
+  static constexpr int kPair = 2 * V::kLanes;
 
   struct Constants {
-    F b1, one_minus_b1, b2, one_minus_b2, step, root_scale, eps, decay_step, gradient_scale;
+    F b1, b2, m_share, step, root_scale, eps, decay_step, gradient_scale;
 
     explicit Constants(const Scalars& s, bool decay)
-        : b1(V::set(s.b1)), one_minus_b1(V::set(s.one_minus_b1)), b2(V::set(s.b2)),
-          one_minus_b2(V::set(s.one_minus_b2)), step(V::set(s.step)), root_scale(V::set(s.root_scale)),
-          eps(V::set(s.eps)), decay_step(V::set(decay ? s.decay_step : 0.0f)),
-          gradient_scale(V::set(s.gradient_scale)) {}
+        : b1(V::set(s.b1)), b2(V::set(s.b2)), m_share(V::set(s.m_share)), step(V::set(s.step)),
+          root_scale(V::set(s.root_scale)), eps(V::set(s.eps)),
+          decay_step(V::set(decay ? s.decay_step : 0.0f)), gradient_scale(V::set(s.gradient_scale)) {}
   };
 
+  // The scaled gradient is sqrt(1 - b2) times the clipped one, so that its square enters v as it is.
   template <bool kF32>
-  static inline F load_gradient(const Slabs& slabs, int64_t i, const Constants& c) {
-    F gradient;
+  static inline void load_gradient(const Slabs& slabs, int64_t i, const Constants& c, F gradient[2]) {
     if constexpr (kF32) {
-      gradient = V::load(static_cast<const float*>(slabs.gradient) + i);
+      gradient[0] = V::load(static_cast<const float*>(slabs.gradient) + i);
+      gradient[1] = V::load(static_cast<const float*>(slabs.gradient) + i + V::kLanes);
     } else {
-      const I bits = V::load_u16(static_cast<const uint16_t*>(slabs.gradient) + i);
-      gradient = V::as_float(V::template shift_left<16>(bits));
+      V::load_high16(static_cast<const uint16_t*>(slabs.gradient) + i, gradient);
     }
-    return V::mul(gradient, c.gradient_scale);
+    gradient[0] = V::mul(gradient[0], c.gradient_scale);
+    gradient[1] = V::mul(gradient[1], c.gradient_scale);
   }
 
   static inline void moments(F gradient, F& m, F& v, const Constants& c) {
-    m = V::add(V::mul(c.b1, m), V::mul(c.one_minus_b1, gradient));
-    v = V::add(V::mul(c.b2, v), V::mul(V::mul(gradient, gradient), c.one_minus_b2));
+    m = V::add(V::mul(c.b1, m), V::mul(c.m_share, gradient));
+    v = V::add(V::mul(c.b2, v), V::mul(gradient, gradient));
   }
 
-  static inline F step_from(F parameter, F m, F v, const Constants& c) {
+  static inline I stepped(F parameter, F m, F v, const Constants& c) {
     const F root = V::add(V::mul(V::sqrt(v), c.root_scale), c.eps);
     const F adam = V::div(V::mul(m, c.step), root);
-    return V::sub(parameter, V::add(adam, V::mul(c.decay_step, parameter)));
+    return V::as_int(V::sub(parameter, V::add(adam, V::mul(c.decay_step, parameter))));
   }
 
-  static inline void update_split_master(uint16_t* hi, int16_t* lo, F m, F v, const Constants& c) {
-    const I high = V::template shift_left<16>(V::load_u16(hi));
-    const F master = V::as_float(V::add(high, V::load_s16(lo)));
-    const I bits = V::as_int(step_from(master, m, v, c));
-    const I rounded = V::template shift_right<16>(V::add(bits, V::set_int(0x8000)));
-    V::store_16(hi, rounded);
-    V::store_16(lo, V::sub(bits, V::template shift_left<16>(rounded)));
+  // hi becomes the upper half of the rounded bits; lo = bits - (hi << 16) is their lower half as it is.
+  static inline void update_split_master(uint16_t* hi, int16_t* lo, const F m[2], const F v[2],
+                                         const Constants& c) {
+    F master[2];
+    V::load_master(hi, lo, master);
+    const I half = V::set_int(0x8000);
+    const I bits[2] = {stepped(master[0], m[0], v[0], c), stepped(master[1], m[1], v[1], c)};
+    const I rounded[2] = {V::add(bits[0], half), V::add(bits[1], half)};
+    V::store_high16(hi, rounded);
+    V::store_low16(lo, bits);
   }
 
-  static inline void update_bf16(uint16_t* hi, F m, F v, const Constants& c) {
-    const F parameter = V::as_float(V::template shift_left<16>(V::load_u16(hi)));
-    const I bits = V::as_int(step_from(parameter, m, v, c));
+  static inline I round_to_even(I bits) {
     const I odd = V::bit_and(V::template shift_right<16>(bits), V::set_int(1));
-    V::store_16(hi, V::template shift_right<16>(V::add(V::add(bits, V::set_int(0x7FFF)), odd)));
+    return V::add(V::add(bits, V::set_int(0x7FFF)), odd);
   }
 
-  // Magnitude of a code: bits(scale) + 2^kRoot (bits(code) - bits(largest code)); code 0 is zero.
+  static inline void update_bf16(uint16_t* hi, const F m[2], const F v[2], const Constants& c) {
+    F parameter[2];
+    V::load_high16(hi, parameter);
+    const I bits[2] = {round_to_even(stepped(parameter[0], m[0], v[0], c)),
+                       round_to_even(stepped(parameter[1], m[1], v[1], c))};
+    V::store_high16(hi, bits);
+  }
+
+  // Bits of a code's magnitude: bits(scale) + 2^kRoot (bits(code) - bits(largest code)), where the
+  // shift drops the code's sign; code 0 is zero.
   template <int kRoot>
-  static inline I decode_bits(I code, I offset) {
-    const I bits = V::add(V::template shift_left<kRoot>(V::as_int(V::to_float(code))), offset);
+  static inline I decode_bits(I code, F code_value, I offset) {
+    const I bits = V::add(V::template shift_left<kRoot>(V::as_int(code_value)), offset);
     return V::zero_where_zero(V::max(bits, V::set_int(kMinNormal)), code);
+  }
+
+  static inline F decode_m(const int8_t* codes, I offset) {
+    const I code = V::load_s8(codes);
+    const F value = V::to_float(code);
+    return V::with_sign_of(V::as_float(decode_bits<kRootM>(code, value, offset)), value);
+  }
+
+  static inline F decode_v(const uint8_t* codes, I offset) {
+    const I code = V::load_u8(codes);
+    return V::as_float(decode_bits<kRootV>(code, V::to_float(code), offset));
   }
 
   template <int kRoot>
@@ -89,8 +111,17 @@ struct Kernel {
     return V::as_float(V::add(relative, V::set_int(largest_bits)));
   }
 
-  static inline I round(F position, F offset, I magnitude) {
-    return V::zero_where_zero(V::truncate(V::add(position, offset)), magnitude);
+  static inline I encode_m(F m, I scale_bits) {
+    const I magnitude = V::bit_and(V::as_int(m), V::set_int(0x7FFFFFFF));
+    const F at = position<kRootM>(magnitude, scale_bits, kBits127);
+    const F offset = V::min(V::set(0.5f), V::add(V::mul(at, V::set(0.015625f)), V::set(0.25f)));
+    return V::zero_where_zero(V::truncate(V::with_sign_of(V::add(at, offset), m)), magnitude);
+  }
+
+  static inline I encode_v(F v, I scale_bits, F offset) {
+    const I bits = V::as_int(v);
+    const I code = V::truncate(V::add(position<kRootV>(bits, scale_bits, kBits255), offset));
+    return V::zero_where_zero(V::max(code, V::set_int(1)), bits);
   }
 
   static inline float as_scale(int32_t bits) {
@@ -99,58 +130,57 @@ struct Kernel {
     return scale;
   }
 
-  // First touch of the cache lines that a block `kAhead` blocks on will need: the hardware
-  // prefetchers stop at page borders, and a block's five streams are short.
+  // First touch of the cache lines of a block further on: the hardware prefetchers stop at page
+  // borders, and a block's five streams are short. Inlined by force, for compilers take a function
+  // that only prefetches for one that does nothing.
   template <bool kF32>
-  static inline void prefetch_block(const Slabs& slabs, int64_t i, int64_t state) {
+  __attribute__((always_inline)) static inline void prefetch_block(const Slabs& slabs, int64_t i,
+                                                                   int64_t state) {
     constexpr int64_t kAhead = 4 * kBlock;
-    const int64_t j = i + kAhead;
+    const char* gradient = static_cast<const char*>(slabs.gradient) + (i + kAhead) * (kF32 ? 4 : 2);
+    for (int64_t k = 0; k < kBlock * (kF32 ? 4 : 2); k += 64) __builtin_prefetch(gradient + k);
     for (int64_t k = 0; k < kBlock; k += 32) {
-      __builtin_prefetch(slabs.hi + j + k, 1, 2);
-      __builtin_prefetch(slabs.lo + j + k, 1, 2);
-      if constexpr (!kF32) __builtin_prefetch(static_cast<const uint16_t*>(slabs.gradient) + j + k, 0, 2);
-    }
-    if constexpr (kF32) {
-      for (int64_t k = 0; k < kBlock; k += 16)
-        __builtin_prefetch(static_cast<const float*>(slabs.gradient) + j + k, 0, 2);
+      __builtin_prefetch(slabs.hi + i + kAhead + k);
+      __builtin_prefetch(slabs.lo + i + kAhead + k);
     }
     for (int64_t k = 0; k < kBlock; k += 64) {
-      __builtin_prefetch(slabs.m_codes + state + kAhead + k, 1, 2);
-      __builtin_prefetch(slabs.v_codes + state + kAhead + k, 1, 2);
+      __builtin_prefetch(slabs.m_codes + state + kAhead + k);
+      __builtin_prefetch(slabs.v_codes + state + kAhead + k);
     }
   }
 
   template <bool kF32>
-  static void eight_bit(const Slabs& slabs, const Chunk& chunk, const Scalars& s, const float* dither) {
+  static void eight_bit(const Slabs& caller_slabs, const Chunk& chunk, const Scalars& s,
+                        const float* dither) {
+    const Slabs slabs = caller_slabs;  // a copy that stores through its pointers cannot change
+    const int64_t begin = chunk.begin, end = chunk.begin + chunk.length;
+    const int64_t state_shift = chunk.state_offset - chunk.begin;
     const Constants c(s, chunk.decay != 0);
-    const I magnitude_mask = V::set_int(0x7FFFFFFF);
-    const I code_mask = V::set_int(0x7F);
-    const I sign_bit = V::set_int(static_cast<int32_t>(0x80000000u));
-    const F half = V::set(0.5f);
-    const F quarter = V::set(0.25f);
-    const F slope = V::set(0.015625f);
     alignas(64) float m_new[kBlock];
     alignas(64) float v_new[kBlock];
-    for (int64_t i = chunk.begin; i < chunk.begin + chunk.length; i += kBlock) {
-      const int64_t state = chunk.state_offset + (i - chunk.begin);
+    for (int64_t i = begin; i < end; i += kBlock) {
+      const int64_t state = i + state_shift;
       const int64_t block = state / kBlock;
-      uint8_t* m_codes = slabs.m_codes + state;
+      int8_t* m_codes = slabs.m_codes + state;
       uint8_t* v_codes = slabs.v_codes + state;
       prefetch_block<kF32>(slabs, i, state);
       const I m_offset = decode_offset<kRootM>(slabs.m_scales[block], kBits127);
       const I v_offset = decode_offset<kRootV>(slabs.v_scales[block], kBits255);
       I m_largest = V::set_int(0);
       I v_largest = V::set_int(0);
-      for (int k = 0; k < kBlock; k += V::kLanes) {
-        const I m_code = V::load_u8(m_codes + k);
-        const I m_sign = V::bit_and(V::template shift_left<24>(m_code), sign_bit);
-        F m = V::as_float(V::bit_or(decode_bits<kRootM>(V::bit_and(m_code, code_mask), m_offset), m_sign));
-        F v = V::as_float(decode_bits<kRootV>(V::load_u8(v_codes + k), v_offset));
-        moments(load_gradient<kF32>(slabs, i + k, c), m, v, c);
-        V::store(m_new + k, m);
-        V::store(v_new + k, v);
-        m_largest = V::max(m_largest, V::bit_and(V::as_int(m), magnitude_mask));
-        v_largest = V::max(v_largest, V::as_int(v));
+      for (int k = 0; k < kBlock; k += kPair) {
+        F gradient[2], m[2], v[2];
+        load_gradient<kF32>(slabs, i + k, c, gradient);
+        for (int half = 0; half < 2; ++half) {
+          const int at = k + half * V::kLanes;
+          m[half] = decode_m(m_codes + at, m_offset);
+          v[half] = decode_v(v_codes + at, v_offset);
+          moments(gradient[half], m[half], v[half], c);
+          V::store(m_new + at, m[half]);
+          V::store(v_new + at, v[half]);
+          m_largest = V::max(m_largest, V::bit_and(V::as_int(m[half]), V::set_int(0x7FFFFFFF)));
+          v_largest = V::max(v_largest, V::as_int(v[half]));
+        }
         update_split_master(slabs.hi + i + k, slabs.lo + i + k, m, v, c);
       }
       const int32_t m_bits = V::reduce_max(m_largest);
@@ -159,36 +189,41 @@ struct Kernel {
       slabs.v_scales[block] = as_scale(v_bits);
       const I m_scale_bits = V::set_int(m_bits);
       const I v_scale_bits = V::set_int(v_bits);
-      for (int k = 0; k < kBlock; k += V::kLanes) {
-        const I m = V::as_int(V::load(m_new + k));
-        const I magnitude = V::bit_and(m, magnitude_mask);
-        const F at = position<kRootM>(magnitude, m_scale_bits, kBits127);
-        const I m_code = round(at, V::min(half, V::add(V::mul(at, slope), quarter)), magnitude);
-        const I m_sign = V::template shift_right<24>(V::bit_and(m, sign_bit));
-        V::store_8(m_codes + k, V::bit_or(m_code, m_sign));
-        const I v = V::as_int(V::load(v_new + k));
-        const I v_code = round(position<kRootV>(v, v_scale_bits, kBits255), V::load(dither + k), v);
-        V::store_8(v_codes + k, V::zero_where_zero(V::max(v_code, V::set_int(1)), v));
+      for (int k = 0; k < kBlock; k += 2 * kPair) {
+        I m[4], v[4];
+        for (int quarter = 0; quarter < 4; ++quarter) {
+          const int at = k + quarter * V::kLanes;
+          m[quarter] = encode_m(V::load(m_new + at), m_scale_bits);
+          v[quarter] = encode_v(V::load(v_new + at), v_scale_bits, V::load(dither + at));
+        }
+        V::store_s8(m_codes + k, m);
+        V::store_u8(v_codes + k, v);
       }
     }
   }
 
   template <bool kF32, bool kSplit>
-  static void fp32_state(const Slabs& slabs, const Chunk& chunk, const Scalars& s) {
+  static void fp32_state(const Slabs& caller_slabs, const Chunk& chunk, const Scalars& s) {
+    const Slabs slabs = caller_slabs;
+    const int64_t begin = chunk.begin, length = chunk.length;
+    float* m_at = slabs.m32 + chunk.state_offset;
+    float* v_at = slabs.v32 + chunk.state_offset;
     const Constants c(s, chunk.decay != 0);
-    for (int64_t k = 0; k < chunk.length; k += V::kLanes) {
-      const int64_t i = chunk.begin + k;
-      float* m_at = slabs.m32 + chunk.state_offset + k;
-      float* v_at = slabs.v32 + chunk.state_offset + k;
-      F m = V::load(m_at);
-      F v = V::load(v_at);
-      moments(load_gradient<kF32>(slabs, i, c), m, v, c);
-      V::store(m_at, m);
-      V::store(v_at, v);
+    for (int64_t k = 0; k < length; k += kPair) {
+      F gradient[2], m[2], v[2];
+      load_gradient<kF32>(slabs, begin + k, c, gradient);
+      for (int half = 0; half < 2; ++half) {
+        const int64_t at = k + half * V::kLanes;
+        m[half] = V::load(m_at + at);
+        v[half] = V::load(v_at + at);
+        moments(gradient[half], m[half], v[half], c);
+        V::store(m_at + at, m[half]);
+        V::store(v_at + at, v[half]);
+      }
       if constexpr (kSplit) {
-        update_split_master(slabs.hi + i, slabs.lo + i, m, v, c);
+        update_split_master(slabs.hi + begin + k, slabs.lo + begin + k, m, v, c);
       } else {
-        update_bf16(slabs.hi + i, m, v, c);
+        update_bf16(slabs.hi + begin + k, m, v, c);
       }
     }
   }

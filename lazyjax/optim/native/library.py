@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 import warnings
@@ -20,7 +21,7 @@ import numpy as np
 
 from lazyjax.storage.host import NUMPY_DTYPES, LayerSlabs
 
-INTERFACE_VERSION = 1
+INTERFACE_VERSION = 2
 #: Kernel paths in the numbering of hostupdate.cpp, slowest first.
 PATHS = ("portable", "avx2", "avx512")
 ENVIRONMENT_VARIABLE = "LAZYJAX_HOST_KERNEL"
@@ -52,9 +53,8 @@ class _Slabs(ctypes.Structure):
 class _Scalars(ctypes.Structure):
     _fields_ = [
         ("b1", ctypes.c_float),
-        ("one_minus_b1", ctypes.c_float),
         ("b2", ctypes.c_float),
-        ("one_minus_b2", ctypes.c_float),
+        ("m_share", ctypes.c_float),
         ("step", ctypes.c_float),
         ("root_scale", ctypes.c_float),
         ("eps", ctypes.c_float),
@@ -66,17 +66,21 @@ class _Scalars(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepScalars:
-    """What one AdamW step multiplies by, computed in double precision.
+    """What one AdamW step multiplies by, computed in double precision and rounded to fp32 where used.
+
+    The gradient is scaled so that its square is what v gains: v = b2 v + g^2, m = b1 m + m_share g.
 
     Attributes:
+        m_share: (1 - b1) / sqrt(1 - b2).
         step: learning rate / (1 - b1^count).
         root_scale: 1 / sqrt(1 - b2^count).
         decay_step: learning rate * weight decay.
-        gradient_scale: the clip factor.
+        gradient_scale: clip factor * sqrt(1 - b2), the product of both as fp32.
     """
 
     b1: float
     b2: float
+    m_share: float
     eps: float
     step: float
     root_scale: float
@@ -100,11 +104,12 @@ class StepScalars:
         return cls(
             b1=b1,
             b2=b2,
+            m_share=(1 - b1) / math.sqrt(1 - b2),
             eps=eps,
             step=learning_rate / (1 - b1**count),
             root_scale=(1 - b2**count) ** -0.5,
             decay_step=learning_rate * weight_decay,
-            gradient_scale=scale,
+            gradient_scale=float(np.float32(scale) * np.float32(math.sqrt(1 - b2))),
             count=count,
         )
 
@@ -177,9 +182,8 @@ class Library:
         )
         numbers = _Scalars(
             b1=scalars.b1,
-            one_minus_b1=1 - scalars.b1,
             b2=scalars.b2,
-            one_minus_b2=1 - scalars.b2,
+            m_share=scalars.m_share,
             step=scalars.step,
             root_scale=scalars.root_scale,
             eps=scalars.eps,

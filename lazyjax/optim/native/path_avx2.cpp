@@ -25,26 +25,50 @@ struct Avx2 {
   static inline I load_u8(const uint8_t* p) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   }
-  static inline I load_u16(const uint16_t* p) {
-    return _mm256_cvtepu16_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
+  static inline I load_s8(const int8_t* p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   }
-  static inline I load_s16(const int16_t* p) {
-    return _mm256_cvtepi16_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
+  // Unpacking works inside 128-bit halves: with the middle quarters exchanged first, the lower parts
+  // of both halves are words 0-7.
+  static inline I load_words(const void* p) {
+    return _mm256_permute4x64_epi64(_mm256_load_si256(static_cast<const I*>(p)), 0xD8);
   }
-  static inline void store_8(uint8_t* p, I x) {
-    // Byte 0 of every lane, gathered inside each half, then the halves side by side.
-    const I pick = _mm256_set_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 12, 8, 4, 0,
-                                   -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 12, 8, 4, 0);
-    const I halves = _mm256_shuffle_epi8(x, pick);
-    const __m128i packed = _mm_unpacklo_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), packed);
+  static inline void store_words(void* p, I x) {
+    _mm256_store_si256(static_cast<I*>(p), _mm256_permute4x64_epi64(x, 0xD8));
   }
-  template <class T>
-  static inline void store_16(T* p, I x) {
-    const I pick = _mm256_set_epi8(-1, -1, -1, -1, -1, -1, -1, -1, 13, 12, 9, 8, 5, 4, 1, 0,
-                                   -1, -1, -1, -1, -1, -1, -1, -1, 13, 12, 9, 8, 5, 4, 1, 0);
-    const I halves = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(x, pick), 0x08);
-    _mm_store_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(halves));
+  static inline void load_high16(const uint16_t* p, F out[2]) {
+    const I values = load_words(p);
+    out[0] = as_float(_mm256_unpacklo_epi16(_mm256_setzero_si256(), values));
+    out[1] = as_float(_mm256_unpackhi_epi16(_mm256_setzero_si256(), values));
+  }
+  static inline void load_master(const uint16_t* hi, const int16_t* lo, F out[2]) {
+    // With its sign flipped, lo + 0x8000 fills the lower half without touching the upper one.
+    const I low = _mm256_xor_si256(load_words(lo), _mm256_set1_epi16(static_cast<int16_t>(0x8000)));
+    const I high = load_words(hi);
+    out[0] = as_float(sub(_mm256_unpacklo_epi16(low, high), set_int(0x8000)));
+    out[1] = as_float(sub(_mm256_unpackhi_epi16(low, high), set_int(0x8000)));
+  }
+  static inline void store_high16(uint16_t* p, const I x[2]) {
+    store_words(p, _mm256_packus_epi32(shift_right<16>(x[0]), shift_right<16>(x[1])));
+  }
+  static inline void store_low16(int16_t* p, const I x[2]) {
+    const I zero = _mm256_setzero_si256();
+    store_words(p, _mm256_packus_epi32(_mm256_blend_epi16(x[0], zero, 0xAA), _mm256_blend_epi16(x[1], zero, 0xAA)));
+  }
+  // Packing leaves half H of vector k at 32-bit place 4 H + k.
+  static inline I in_order(I packed) {
+    return _mm256_permutevar8x32_epi32(packed, _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0));
+  }
+  static inline void store_s8(int8_t* p, const I x[4]) {
+    const I packed = _mm256_packs_epi16(_mm256_packs_epi32(x[0], x[1]), _mm256_packs_epi32(x[2], x[3]));
+    _mm256_store_si256(reinterpret_cast<I*>(p), in_order(packed));
+  }
+  static inline void store_u8(uint8_t* p, const I x[4]) {
+    const I packed = _mm256_packus_epi16(_mm256_packs_epi32(x[0], x[1]), _mm256_packs_epi32(x[2], x[3]));
+    _mm256_store_si256(reinterpret_cast<I*>(p), in_order(packed));
+  }
+  static inline F with_sign_of(F magnitude, F sign) {
+    return _mm256_or_ps(magnitude, _mm256_and_ps(sign, _mm256_set1_ps(-0.0f)));
   }
   static inline F add(F a, F b) { return _mm256_add_ps(a, b); }
   static inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }

@@ -16,8 +16,9 @@ struct Portable {
   template <class T>
   static inline I widen(const T* p) { return I{p[0], p[1], p[2], p[3]}; }
   template <class T>
-  static inline void narrow(T* p, I x) {
-    for (int k = 0; k < kLanes; ++k) p[k] = static_cast<T>(x[k]);
+  static inline void narrow(T* p, const I* x, int vectors, int shift) {
+    for (int j = 0; j < vectors; ++j)
+      for (int k = 0; k < kLanes; ++k) p[j * kLanes + k] = static_cast<T>(static_cast<uint32_t>(x[j][k]) >> shift);
   }
   static inline I select(I mask, I a, I b) { return (a & mask) | (b & ~mask); }
 
@@ -26,11 +27,22 @@ struct Portable {
   static inline F load(const float* p) { return *reinterpret_cast<const F*>(p); }
   static inline void store(float* p, F x) { *reinterpret_cast<F*>(p) = x; }
   static inline I load_u8(const uint8_t* p) { return widen(p); }
-  static inline I load_u16(const uint16_t* p) { return widen(p); }
-  static inline I load_s16(const int16_t* p) { return widen(p); }
-  static inline void store_8(uint8_t* p, I x) { narrow(p, x); }
-  template <class T>
-  static inline void store_16(T* p, I x) { narrow(p, x); }
+  static inline I load_s8(const int8_t* p) { return widen(p); }
+  static inline void load_high16(const uint16_t* p, F out[2]) {
+    for (int j = 0; j < 2; ++j) out[j] = as_float(shift_left<16>(widen(p + j * kLanes)));
+  }
+  static inline void load_master(const uint16_t* hi, const int16_t* lo, F out[2]) {
+    for (int j = 0; j < 2; ++j) {
+      out[j] = as_float(add(shift_left<16>(widen(hi + j * kLanes)), widen(lo + j * kLanes)));
+    }
+  }
+  static inline void store_high16(uint16_t* p, const I x[2]) { narrow(p, x, 2, 16); }
+  static inline void store_low16(int16_t* p, const I x[2]) { narrow(p, x, 2, 0); }
+  static inline void store_s8(int8_t* p, const I x[4]) { narrow(p, x, 4, 0); }
+  static inline void store_u8(uint8_t* p, const I x[4]) { narrow(p, x, 4, 0); }
+  static inline F with_sign_of(F magnitude, F sign) {
+    return (F)((I)magnitude | ((I)sign & set_int(static_cast<int32_t>(0x80000000u))));
+  }
   static inline F add(F a, F b) { return a + b; }
   static inline F sub(F a, F b) { return a - b; }
   static inline F mul(F a, F b) { return a * b; }
