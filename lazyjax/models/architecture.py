@@ -6,10 +6,7 @@ in `architectures/`, so that one reader serves both. This module knows no array 
 
 from __future__ import annotations
 
-import importlib.resources
-import json
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import pydantic
 

@@ -1,8 +1,11 @@
-"""Which families exist, and templates and initial parameters for any of them."""
+"""Which families and released models exist, and templates and initial parameters for any of them."""
 
 from __future__ import annotations
 
+import difflib
 import functools
+import importlib.resources
+import json
 import types
 
 import jax
@@ -12,14 +15,37 @@ from jaxtyping import Float32, PRNGKeyArray
 from lazyjax.models import qwen2, qwen3, qwen3_5
 from lazyjax.models.architecture import (
     Architecture,
+    ArchitectureError,
     Qwen2Architecture,
     Qwen3Architecture,
     Qwen35Architecture,
 )
+from lazyjax.models.hf_config import parse_hf_config
 from lazyjax.models.kinds import block_kind, embed_kind
 from lazyjax.models.layers import Embed, Head
 from lazyjax.models.template import LayerKind, ModelTemplate, ParameterRef
 from lazyjax.specs import LayerSpec, ModelSpec
+
+
+def architecture_names() -> tuple[str, ...]:
+    """Names of the released models whose configs are in the package."""
+    folder = importlib.resources.files("lazyjax.models") / "architectures"
+    return tuple(sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".json")))
+
+
+def architecture(name: str) -> Architecture:
+    """The architecture of a released model, e.g. `Qwen2.5-7B`; nothing is downloaded.
+
+    Raises:
+        ArchitectureError: no such model in the package.
+    """
+    names = architecture_names()
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ArchitectureError(f"there is no architecture {name!r}{hint} (known: {', '.join(names)})")
+    resource = importlib.resources.files("lazyjax.models") / "architectures" / f"{name}.json"
+    return parse_hf_config(json.loads(resource.read_text()), name=name)
 
 
 def _blocks(config: Architecture) -> tuple[tuple[LayerKind, ...], tuple[str, ...]]:
