@@ -92,7 +92,7 @@ def test_identical_keys():
 def test_inverse():
     n = np.tril(np.random.default_rng(0).uniform(-1, 1, size=(3, 64, 64)), -1).astype(np.float32) * 0.3
     exact = np.linalg.inv(np.eye(64) + n.astype(np.float64))
-    _close(inverse_of_unit_triangular(n), exact, 1e-6)
+    _close(inverse_of_unit_triangular(jnp.asarray(n)), exact, 1e-6)
 
 
 def test_states_gradient_against_autodiff():
@@ -112,8 +112,9 @@ def test_states_gradient_against_autodiff():
             s = kept[c][..., None, None] * s + jnp.matrix_transpose(k[c]) @ (u[c] - w[c] @ s)
         return jnp.stack(states)
 
-    expected = jax.grad(lambda *a: jnp.sum(loop(*a) * weights), argnums=range(4))(kept, k, u, w)
-    actual = jax.grad(lambda *a: jnp.sum(border_states(*a) * weights), argnums=range(4))(kept, k, u, w)
+    arrays = [jnp.asarray(x) for x in (kept, k, u, w)]
+    expected = jax.grad(lambda *a: jnp.sum(loop(*a) * weights), argnums=range(4))(*arrays)
+    actual = jax.grad(lambda *a: jnp.sum(border_states(*a) * weights), argnums=range(4))(*arrays)
     for one, other in zip(actual, expected, strict=True):
         _close(one, other, 1e-6)
 
@@ -127,7 +128,7 @@ def test_a_packed_row_equals_its_segments_alone(rule):
     start = 0
     for length in lengths:
         part = slice(start, start + length)
-        alone = rule(*(x[:, part] for x in inputs), np.ones((1, length), np.int32))
+        alone = rule(*(jnp.asarray(x[:, part]) for x in inputs), jnp.ones((1, length), jnp.int32))
         _close(packed[:, part], alone, 2e-6)
         start += length
 
@@ -137,7 +138,7 @@ def test_convolution():
     x = random.normal(size=(1, 9, 3)).astype(np.float32)
     kernel = random.normal(size=(4, 3)).astype(np.float32)
     segments = np.array([[1, 1, 1, 1, 1, 2, 2, 0, 0]], np.int32)
-    out = np.asarray(causal_convolution(x, kernel, segments))
+    out = np.asarray(causal_convolution(*map(jnp.asarray, (x, kernel, segments))))
     for t, start in enumerate([0, 0, 0, 0, 0, 5, 5, 7, 7]):
         expected = sum(kernel[3 - (t - s)] * x[0, s] for s in range(max(start, t - 3), t + 1))
         np.testing.assert_allclose(out[0, t], expected, rtol=1e-5)
@@ -146,4 +147,4 @@ def test_convolution():
 def test_segment_starts():
     segments = np.array([[1, 1, 2, 0, 0, 3], [0, 0, 1, 1, 1, 1]], np.int32)
     expected = [[1, 0, 1, 1, 0, 1], [1, 0, 1, 0, 0, 0]]
-    np.testing.assert_array_equal(segment_starts(segments), np.array(expected, bool))
+    np.testing.assert_array_equal(segment_starts(jnp.asarray(segments)), np.array(expected, bool))
