@@ -23,7 +23,7 @@ def test_preset_states_a_source_for_every_figure(name: str) -> None:
     assert all(
         source.startswith(("paper", "datasheet", "assumption")) for source in profile.sources.values()
     )
-    assert {"hybrid8bit", "fp32"} <= set(profile.host_update_parameters_per_second)
+    assert {"hybrid8bit", "fp32_adamw"} <= set(profile.host_update_parameters_per_second)
 
 
 def test_paper_rates() -> None:

@@ -1,0 +1,316 @@
+"""Seconds and working sets of every operation of a schedule, for one microbatch size.
+
+Work comes from the template (`lazyjax.planning.layer_work`) or from a description of a model that
+has none (`lazyjax.planning.plan_only`); rates come from a hardware profile. Measured seconds of
+compiled kernels replace predicted ones where they are given. Links are taken to be busy in both
+directions, so each runs at its rate times the profile's duplex factor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from lazyjax.hardware.profile import HardwareProfile
+from lazyjax.models.template import ModelTemplate
+from lazyjax.optim.base import HostOptimizer
+from lazyjax.planning.flops import Kernel, Work, saved_in_order
+from lazyjax.planning.layer_work import (
+    CallShape,
+    SaveSet,
+    backward_graph,
+    forward_graph,
+    loss_graph,
+    save_sets,
+)
+from lazyjax.planning.schedule import COMPUTE_KINDS, Kind, ModelSizes, Operation, Schedule
+from lazyjax.planning.sizes import model_sizes
+from lazyjax.specs import ModelSpec, SlabLayout, item_bytes, slab_layout
+
+#: Tokens whose logits exist at once, as `lazyjax.execution.kernels.Kernels` has it by default.
+HEAD_CHUNK_TOKENS = 1024
+
+
+class CostError(ValueError):
+    """A profile lacks a figure that the plan needs; the message names it."""
+
+
+class MeasuredKey(NamedTuple):
+    """One compiled kernel: layer kind, what it does (forward, backward, loss), what it saves or reads."""
+
+    kind: str
+    phase: Kind
+    saved: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class WorkSource(Protocol):
+    """Where the work of a layer kind's kernels comes from, for one microbatch on one device."""
+
+    def work(self, kind: str, phase: Kind, saved: tuple[str, ...]) -> Work:
+        """Kernels of a forward (also recompute), loss or backward call."""
+        ...
+
+    def working_bytes(self, kind: str, phase: Kind, saved: tuple[str, ...]) -> int:
+        """Device bytes besides operands and results."""
+        ...
+
+    def save_sets(self, kind: str, seconds: Callable[[Work], float]) -> tuple[SaveSet, ...]:
+        """Sets of residuals worth keeping, the empty one first."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TemplateWork:
+    """Work read off a template's traced kernels."""
+
+    template: ModelTemplate
+    shape: CallShape
+    rows: int
+    head_chunk_tokens: int
+
+    def work(self, kind: str, phase: Kind, saved: tuple[str, ...]) -> Work:
+        """See `WorkSource`."""
+        return _work_of(self, kind, phase, saved)[0]
+
+    def working_bytes(self, kind: str, phase: Kind, saved: tuple[str, ...]) -> int:
+        """Materialised intermediate values at their peak: the stated model, not XLA's own count."""
+        return _work_of(self, kind, phase, saved)[1]
+
+    def save_sets(self, kind: str, seconds: Callable[[Work], float]) -> tuple[SaveSet, ...]:
+        """See `lazyjax.planning.layer_work.save_sets`."""
+        layer_kind = self.template.kinds[kind]
+        if not layer_kind.residual_names:
+            return (SaveSet((), 0, seconds(self.work(kind, Kind.BACKWARD, ()))),)
+        return save_sets(layer_kind, self.shape, self.rows, seconds)
+
+
+@functools.lru_cache(maxsize=4096)
+def _work_of(source: TemplateWork, kind: str, phase: Kind, saved: tuple[str, ...]) -> tuple[Work, int]:
+    layer_kind = source.template.kinds[kind]
+    ordered = saved_in_order(layer_kind.residual_names, saved)
+    match phase:
+        case Kind.FORWARD:
+            graph = forward_graph(layer_kind, source.shape, source.rows, ordered)
+        case Kind.RECOMPUTE:
+            graph = forward_graph(layer_kind, source.shape, source.rows)
+        case Kind.BACKWARD:
+            graph = backward_graph(layer_kind, source.shape, source.rows, ordered)
+        case Kind.LOSS:
+            graph = loss_graph(source.template, source.shape, source.rows, source.head_chunk_tokens)
+        case _:
+            raise ValueError(f"{phase.value} is no compute operation")
+    return graph.work(), graph.peak_bytes()
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What every operation costs under one profile, for microbatches of one size.
+
+    Attributes:
+        spec: the model.
+        profile: rates and capacities.
+        optimizer: key of `profile.host_update_parameters_per_second`.
+        rows, sequence_length: of one microbatch, over all devices.
+        sizes: bytes per device, optimizer state included.
+        source: work of the compute operations.
+        measured: seconds of kernels that were timed on the device in use.
+    """
+
+    spec: ModelSpec
+    profile: HardwareProfile
+    optimizer: str
+    rows: int
+    sequence_length: int
+    sizes: ModelSizes
+    source: WorkSource
+    measured: Mapping[MeasuredKey, float] = dataclasses.field(default_factory=dict)
+    _known: dict[tuple[MeasuredKey, bool, bool], float] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def operation_seconds(self, operation: Operation) -> float:
+        """Seconds of one operation of a schedule.
+
+        Raises:
+            CostError: the profile does not say how fast NVMe or this optimizer is.
+        """
+        profile = self.profile
+        match operation.kind:
+            case Kind.FETCH | Kind.RELOAD:
+                return operation.bytes / (profile.h2d_bytes_per_second * profile.duplex_factor)
+            case Kind.OFFLOAD | Kind.GRADIENT_OUT:
+                return operation.bytes / (profile.d2h_bytes_per_second * profile.duplex_factor)
+            case Kind.LOAD | Kind.LOAD_STATE:
+                return self._nvme_seconds(operation.bytes, "nvme_read_bytes_per_second")
+            case Kind.SPILL | Kind.SPILL_STATE:
+                return self._nvme_seconds(operation.bytes, "nvme_write_bytes_per_second")
+            case Kind.UPDATE:
+                return self.update_seconds(operation.layer)
+            case _:
+                return self._compute_seconds(operation)
+
+    def update_seconds(self, layer: int) -> float:
+        """Seconds of one layer's host update, all devices' shards together."""
+        rates = self.profile.host_update_parameters_per_second
+        if self.optimizer not in rates:
+            raise CostError(
+                f"profile {self.profile.name}: host_update_parameters_per_second has no rate for "
+                f"{self.optimizer!r}; it has {', '.join(sorted(rates))}"
+            )
+        elements = self.sizes.layers[layer].accumulator_bytes // 4 * self.profile.devices
+        return elements / rates[self.optimizer]
+
+    def save_sets(self, kind: str) -> Sequence[SaveSet]:
+        """Sets of residuals worth keeping in layers of `kind`, the empty one first."""
+        return self.source.save_sets(kind, self._seconds)
+
+    def working_bytes(self, kind: Kind, layer: int, saved: tuple[str, ...]) -> int:
+        """Device bytes that a compute operation needs besides its operands and results."""
+        return self.source.working_bytes(self.spec.layers[layer].kind, kind, tuple(sorted(saved)))
+
+    def operation_flops(self, operation: Operation) -> int:
+        """Matrix FLOPs of one operation, all devices together; 0 for what is no compute."""
+        if operation.kind not in COMPUTE_KINDS:
+            return 0
+        work = self.source.work(self.spec.layers[operation.layer].kind, operation.kind, operation.saved)
+        return work.flops * self.profile.devices
+
+    def executed_flops(self, schedule: Schedule) -> int:
+        """Matrix FLOPs of a step as executed: with attention and with what is recomputed."""
+        return sum(self.operation_flops(operation) for operation in schedule.operations)
+
+    def with_measured(self, seconds: Mapping[MeasuredKey, float]) -> Costs:
+        """These costs with measured seconds per call in place of predicted ones.
+
+        A set of tensors that was not timed takes its prediction times the mean ratio of measured
+        to predicted seconds of the timed sets of the same kind and phase.
+        """
+        ordered = {
+            MeasuredKey(key.kind, key.phase, tuple(sorted(key.saved))): value
+            for key, value in seconds.items()
+        }
+        return dataclasses.replace(self, measured={**self.measured, **ordered}, _known={})
+
+    def with_profile(self, profile: HardwareProfile) -> Costs:
+        """The same work on other hardware; measured seconds are dropped."""
+        return dataclasses.replace(self, profile=profile, measured={}, _known={})
+
+    def _seconds(self, work: Work) -> float:
+        profile = self.profile
+        return work.seconds(profile.matmul_flops_per_second, profile.device_bandwidth_bytes_per_second)
+
+    def _nvme_seconds(self, moved_bytes: int, figure: str) -> float:
+        rate = getattr(self.profile, figure)
+        if rate is None:
+            raise CostError(f"profile {self.profile.name}: the plan uses NVMe, {figure} is missing")
+        return moved_bytes * self.profile.devices / rate
+
+    def _compute_seconds(self, operation: Operation) -> float:
+        # A recomputed boundary is one more forward call of the same kernel.
+        phase = Kind.FORWARD if operation.kind is Kind.RECOMPUTE else operation.kind
+        key = MeasuredKey(self.spec.layers[operation.layer].kind, phase, tuple(sorted(operation.saved)))
+        entry = (key, operation.accumulates, operation.last)
+        if entry not in self._known:
+            extra = self._gradient_seconds(operation) + self._collective_seconds(operation)
+            self._known[entry] = self._measured_or_predicted(key) + extra
+        return self._known[entry]
+
+    def _measured_or_predicted(self, key: MeasuredKey) -> float:
+        if key in self.measured:
+            return self.measured[key]
+        predicted = self._seconds(self.source.work(*key))
+        ratios = [
+            seconds / self._seconds(self.source.work(*other))
+            for other, seconds in self.measured.items()
+            if (other.kind, other.phase) == (key.kind, key.phase)
+        ]
+        return predicted * sum(ratios) / len(ratios) if ratios else predicted
+
+    def _gradient_seconds(self, operation: Operation) -> float:
+        """Reading the accumulator; rounding it and taking its norm after the last microbatch."""
+        if operation.kind not in (Kind.BACKWARD, Kind.LOSS):
+            return 0.0
+        layer = self.sizes.layers[operation.layer]
+        table_bytes = 0
+        if operation.kind is Kind.LOSS and self.sizes.tied:
+            table_bytes = self.sizes.layers[0].accumulator_bytes
+        moved = (layer.accumulator_bytes + table_bytes) * operation.accumulates
+        moved += 2 * layer.gradient_bytes * operation.last
+        return self._seconds(Work({Kernel(0, moved): 1}))
+
+    def _collective_seconds(self, operation: Operation) -> float:
+        """All-gather of the slab in every call, reduce-scatter of the gradient in backward calls."""
+        if self.profile.devices == 1 or self.profile.interconnect_bytes_per_second is None:
+            return 0.0
+        layer = self.sizes.layers[operation.layer]
+        shards = layer.parameter_bytes
+        if operation.kind in (Kind.BACKWARD, Kind.LOSS):
+            shards += layer.accumulator_bytes
+        return (self.profile.devices - 1) * shards / self.profile.interconnect_bytes_per_second
+
+
+def template_costs(
+    template: ModelTemplate,
+    profile: HardwareProfile,
+    *,
+    rows: int,
+    sequence_length: int,
+    optimizer: HostOptimizer,
+    compute_dtype: str = "bfloat16",
+    gradient_dtype: str = "bfloat16",
+    head_chunk_tokens: int = HEAD_CHUNK_TOKENS,
+) -> Costs:
+    """Costs of a template's microbatches of `rows` x `sequence_length` tokens (over all devices)."""
+    devices = profile.devices
+    sizes = model_sizes(
+        template,
+        rows=rows,
+        sequence_length=sequence_length,
+        compute_dtype=compute_dtype,
+        gradient_dtype=gradient_dtype,
+        devices=devices,
+    )
+    shape = CallShape(template.spec.hidden_size, sequence_length, compute_dtype)
+    return Costs(
+        spec=template.spec,
+        profile=profile,
+        optimizer=optimizer.name,
+        rows=rows,
+        sequence_length=sequence_length,
+        sizes=with_state_bytes(sizes, template.spec, optimizer, devices=devices),
+        source=TemplateWork(template, shape, rows // devices, head_chunk_tokens),
+    )
+
+
+def with_state_bytes(
+    sizes: ModelSizes, spec: ModelSpec, optimizer: HostOptimizer, *, devices: int = 1
+) -> ModelSizes:
+    """The sizes with each layer's optimizer state, all devices' shards together."""
+    layers = tuple(
+        dataclasses.replace(layer, state_bytes=_state_bytes(layout, optimizer))
+        for layer, layout in zip(sizes.layers, _layouts(spec, devices), strict=True)
+    )
+    return dataclasses.replace(sizes, layers=layers)
+
+
+def static_host_bytes(spec: ModelSpec, *, gradient_dtype: str = "bfloat16", devices: int = 1) -> int:
+    """Host bytes of the split master weights and the gradient slabs, without optimizer state."""
+    per_element = 4 + item_bytes(gradient_dtype)
+    return sum(layout.length * per_element for layout in _layouts(spec, devices))
+
+
+def model_flops(spec: ModelSpec, rows: int, sequence_length: int) -> int:
+    """6 N tokens: the convention of MegaTrain and LazyTrain (padding counts, attention does not)."""
+    return 6 * spec.parameter_count * rows * sequence_length
+
+
+def _layouts(spec: ModelSpec, devices: int) -> list[SlabLayout]:
+    return [slab_layout(layer.parameters, devices=devices) for layer in spec.layers]
+
+
+def _state_bytes(layout: SlabLayout, optimizer: HostOptimizer) -> int:
+    described = optimizer.describe_state(layout).values()
+    return sum(item_bytes(dtype) * functools.reduce(int.__mul__, shape, 1) for shape, dtype in described)
