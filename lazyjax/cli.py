@@ -27,6 +27,13 @@ def train(arguments: Sequence[str]) -> None:
     setup.train(config, Console())
 
 
+def plan(arguments: Sequence[str]) -> None:
+    """Plan a step: lazyjax plan --model NAME --hardware PROFILE --batch ROWS --seq TOKENS [--help]."""
+    from lazyjax.planning.command import plan_command
+
+    plan_command(arguments)
+
+
 def _split_config(arguments: Sequence[str]) -> tuple[pathlib.Path | None, Sequence[str]]:
     """The configuration file, if the first argument is one, and the overrides."""
     if arguments and not arguments[0].startswith("-"):
@@ -35,7 +42,7 @@ def _split_config(arguments: Sequence[str]) -> tuple[pathlib.Path | None, Sequen
 
 
 #: Imported inside each command: `lazyjax --help` must not wait for JAX.
-COMMANDS: Mapping[str, Command] = {"train": train}
+COMMANDS: Mapping[str, Command] = {"train": train, "plan": plan}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

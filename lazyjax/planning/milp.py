@@ -33,6 +33,8 @@ from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
 
 _HIGHS_LIBRARY = "PMIP_HIGHS_LIBRARY"
+#: HiGHS keeps one pool of threads per process and refuses another number later.
+_THREADS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,6 @@ def solve(
     time_limit_seconds: float = 10.0,
     relative_gap: float = 0.005,
     solver: str | None = None,
-    threads: int = 2,
 ) -> Solution:
     """The plan with the shortest steady-state period under the problem's settings.
 
@@ -87,13 +88,12 @@ def solve(
     """
     begun = time.monotonic()
     chosen = solver or solvers()[0]
-    program = _Program(problem, chosen, threads)
+    program = _Program(problem, chosen)
     warm = program.model.choices.encode(warm_start) if warm_start is not None else None
     values, objective, bound = program.minimise_period(warm, cutoff_seconds, time_limit_seconds, relative_gap)
     shortfall: Mapping[Tier, int] = {}
     if values is None and bound == math.inf and cutoff_seconds == math.inf:
-        untimed = _Program(problem, chosen, threads, timed=False)
-        shortfall = untimed.shortfall(time_limit_seconds)
+        shortfall = memory_shortfall(problem, time_limit_seconds=time_limit_seconds, solver=chosen)
     elapsed = time.monotonic() - begun
     if values is None:
         return Solution(None, math.inf, math.inf, bound, shortfall, elapsed)
@@ -104,8 +104,16 @@ def solve(
 
 def relaxed_period(problem: Problem, *, solver: str | None = None) -> float:
     """The bound of the linear relaxation; infinite where not even that is feasible."""
-    program = _Program(problem, solver or solvers()[0], 1)
+    program = _Program(problem, solver or solvers()[0])
     return program.relax()
+
+
+def memory_shortfall(
+    problem: Problem, *, time_limit_seconds: float = 10.0, solver: str | None = None
+) -> dict[Tier, int]:
+    """Bytes missing per tier in the nearest miss; empty where some plan fits."""
+    program = _Program(problem, solver or solvers()[0], timed=False)
+    return program.shortfall(time_limit_seconds)
 
 
 def window_period(model: WindowModel, binaries: Float64[np.ndarray, "binaries"]) -> float:
@@ -121,14 +129,14 @@ class _Program:
     solver's tolerances mean the same for every model.
     """
 
-    def __init__(self, problem: Problem, solver: str, threads: int, *, timed: bool = True) -> None:
+    def __init__(self, problem: Problem, solver: str, *, timed: bool = True) -> None:
         self.mip = _import_mip()
         self.problem = problem
         self.model = WindowModel(problem)
         self.rows = memory_rows(self.model)
         self.program = self.mip.Model(solver_name=solver)
         self.program.verbose = 0
-        self.program.threads = threads
+        self.program.threads = _THREADS
         self.byte_unit = float(max((*problem.capacity.values(), 1)))
         self._decide()
         if timed:

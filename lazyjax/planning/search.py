@@ -1,0 +1,385 @@
+"""The outer search: microbatches, prefetch windows, handoff and update around the program.
+
+For every setting the linear relaxation bounds what it can reach; settings are solved in that
+order until no bound undercuts the best plan. The fields that only the microbatch schedule feels
+(`reload_ahead`, one slab more or less in flight) are then tuned by replaying it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol
+
+from lazyjax.planning.layer_work import SaveSet
+from lazyjax.planning.milp import memory_shortfall, relaxed_period, solve
+from lazyjax.planning.plan import LayerPlan, Plan, Prediction
+from lazyjax.planning.problem import Problem, save_options
+from lazyjax.planning.schedule import Kind, ModelSizes, Operation, build_schedule
+from lazyjax.planning.simulate import simulate
+from lazyjax.planning.verify import state_bytes_per_tier, used_bytes
+from lazyjax.specs import ModelSpec, Tier
+
+Handoff = Literal["device", "host"]
+Update = Literal["deferred", "immediate"]
+
+#: Reload distances worth replaying: further ahead hides a parameter slab on the same link.
+_RELOAD_AHEAD = (1, 2, 3, 4, 6)
+#: Tokens of the microbatch for which sets of residuals are weighed.
+_USUAL_TOKENS = 16384
+#: Layers per segment that the search considers.
+LONGEST_SEGMENT = 4
+
+
+class CostModel(Protocol):
+    """Seconds and working sets for microbatches of one size (see `lazyjax.planning.costs`)."""
+
+    def operation_seconds(self, operation: Operation) -> float:
+        """Seconds of one operation."""
+        ...
+
+    def save_sets(self, kind: str) -> Sequence[SaveSet]:
+        """Sets of residuals worth keeping in layers of a kind, the empty one first."""
+        ...
+
+    def working_bytes(self, kind: Kind, layer: int, saved: tuple[str, ...]) -> int:
+        """Device bytes that a compute operation needs besides its operands."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is to be planned.
+
+    Attributes:
+        spec: the model.
+        rows, sequence_length: the batch.
+        sizes: rows of a microbatch -> bytes, including optimizer state.
+        costs: rows of a microbatch -> costs.
+        capacity: bytes that may be used per tier; an NVMe capacity of 0 closes that tier.
+        static_host_bytes: masters and gradients.
+        microbatches, prefetch, backward_prefetch, handoff, update: fixed where given.
+        devices: that share every batch and slab; sizes are those of one.
+        identity: digest of model and costs, for the cache.
+    """
+
+    spec: ModelSpec
+    rows: int
+    sequence_length: int
+    sizes: Callable[[int], ModelSizes]
+    costs: Callable[[int], CostModel]
+    capacity: Mapping[Tier, int]
+    static_host_bytes: int
+    microbatches: int | None = None
+    prefetch: int | None = None
+    backward_prefetch: int | None = None
+    handoff: Handoff | None = None
+    update: Update | None = None
+    devices: int = 1
+    identity: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One setting: its bound and, where it was solved, its period at layer granularity."""
+
+    settings: Plan
+    bound_seconds: float
+    period_seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Outcome of a search.
+
+    Attributes:
+        plan: the best plan with its prediction; None where nothing fits.
+        attempts: the settings that were looked at.
+        layer_period_seconds: the plan's period at layer granularity, which the bound refers to.
+        bound_seconds: no plan of any setting looked at has a smaller period at layer granularity.
+        shortfall_bytes: where nothing fits, what the nearest miss lacks per tier.
+        seconds: spent.
+    """
+
+    plan: Plan | None
+    attempts: tuple[Attempt, ...]
+    layer_period_seconds: float
+    bound_seconds: float
+    shortfall_bytes: Mapping[Tier, int]
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """(period - bound) / period at layer granularity."""
+        if not math.isfinite(self.layer_period_seconds):
+            return math.inf
+        return max(0.0, 1.0 - self.bound_seconds / self.layer_period_seconds)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    return tuple(d for d in range(1, number + 1) if number % d == 0)
+
+
+def microbatch_counts(rows: int, devices: int = 1) -> tuple[int, ...]:
+    """Divisors of `rows` in steps of at least 1.5, so that neighbours differ."""
+    chosen: list[int] = []
+    for count in divisors(rows // devices):
+        if not chosen or count >= 1.5 * chosen[-1]:
+            chosen.append(count)
+    return tuple(chosen)
+
+
+def settings_of(request: Request) -> list[Plan]:
+    """The settings to consider, plainest first; layers are placeholders."""
+    counts = (
+        (request.microbatches,) if request.microbatches else microbatch_counts(request.rows, request.devices)
+    )
+    handoffs: tuple[Handoff, ...] = (request.handoff,) if request.handoff else ("device", "host")
+    prefetches = [
+        (request.prefetch or forward, request.backward_prefetch or backward)
+        for forward, backward in ((2, 2), (1, 1))
+    ]
+    # The deferred update waits for less than the immediate one, whatever else is decided.
+    update: Update = request.update or "deferred"
+    layers = tuple(LayerPlan() for _ in request.spec.layers)
+    return [
+        Plan(
+            model=request.spec.name, planner="milp", rows=request.rows,
+            sequence_length=request.sequence_length, microbatches=count, prefetch=forward,
+            backward_prefetch=backward, reload_ahead=min(2, count), handoff=handoff, update=update,
+            layers=layers,
+        )
+        for handoff, count, (forward, backward) in itertools.product(
+            handoffs, counts, dict.fromkeys(prefetches)
+        )
+        if not (handoff == "host" and count == 1)
+    ]  # fmt: skip
+
+
+def problem_of(request: Request, settings: Plan) -> Problem:
+    """The layer decisions that are open under `settings`."""
+    rows = settings.microbatch_rows
+    costs, sizes = request.costs(rows), request.sizes(rows)
+    # The same sets for every microbatch size: which are worth keeping hardly depends on it.
+    usual = request.costs(_usual_rows(request))
+    kinds = dict.fromkeys(layer.kind for layer in request.spec.layers[1:-1])
+    sets = {kind: [found.names for found in usual.save_sets(kind)] for kind in kinds}
+    nvme = request.capacity[Tier.NVME] > 0
+    tiers = (Tier.DEVICE, Tier.HOST)
+    saves = [save_options(sets[layer.kind], tiers) for layer in request.spec.layers[1:-1]]
+    return Problem(
+        settings=settings,
+        sizes=sizes,
+        seconds=costs.operation_seconds,
+        saves=(({},), *saves, ({},)),
+        capacity=request.capacity,
+        static_host_bytes=request.static_host_bytes,
+        working_bytes=costs.working_bytes,
+        longest_segment=LONGEST_SEGMENT,
+        nvme_boundaries=nvme,
+        nvme_states=nvme and any(layer.state_bytes for layer in sizes.layers),
+    )
+
+
+def _usual_rows(request: Request) -> int:
+    """A microbatch that keeps a device busy without filling it."""
+    fitting = [
+        rows
+        for rows in divisors(request.rows // request.devices)
+        if rows * request.sequence_length <= _USUAL_TOKENS
+    ]
+    return (fitting[-1] if fitting else 1) * request.devices
+
+
+def find_plan(
+    request: Request,
+    *,
+    time_limit_seconds: float = 60.0,
+    solve_limit_seconds: float = 10.0,
+    relative_gap: float = 0.005,
+    warm_start: Plan | None = None,
+    solver: str | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Found:
+    """The plan with the shortest period over all settings and layer decisions.
+
+    Args:
+        relative_gap: a setting whose bound is less than this below the best is not solved.
+        progress: gets one line per setting.
+    """
+    begun = time.monotonic()
+    problems: list[Problem] = []
+    bounds: list[Attempt] = []
+    for settings in settings_of(request):
+        # What fits without the detour of activations through the host does not need it.
+        detour = settings.handoff == "host" and request.handoff is None
+        if detour and any(math.isfinite(attempt.bound_seconds) for attempt in bounds):
+            continue
+        if _deeper_one_fits(settings, bounds):
+            continue
+        problem = problem_of(request, settings)
+        bound = relaxed_period(problem, solver=solver)
+        bounds.append(Attempt(settings, bound))
+        problems.append(problem)
+        progress(
+            f"{_name(settings)}: at least {bound:.3f} s"
+            if math.isfinite(bound)
+            else f"{_name(settings)}: too large"
+        )
+    attempts: list[Attempt] = []
+    best, best_period, best_settings = None, math.inf, None
+    for attempt, problem in sorted(
+        zip(bounds, problems, strict=True), key=lambda pair: pair[0].bound_seconds
+    ):
+        left = time_limit_seconds - (time.monotonic() - begun)
+        settled = attempt.bound_seconds >= best_period * (1 - relative_gap)
+        if not math.isfinite(attempt.bound_seconds) or settled or (best is not None and left <= 0):
+            attempts.append(attempt)
+            continue
+        solution = solve(
+            problem,
+            warm_start=warm_start if _within(warm_start, attempt.settings) else None,
+            cutoff_seconds=best_period,
+            time_limit_seconds=max(1.0, min(solve_limit_seconds, left)),
+            relative_gap=relative_gap / 2,
+            solver=solver,
+        )
+        bound = max(attempt.bound_seconds, min(solution.bound_seconds, best_period))
+        attempts.append(Attempt(attempt.settings, bound, solution.period_seconds if solution.plan else None))
+        if solution.plan is not None and solution.period_seconds < best_period:
+            best, best_period, best_settings = solution.plan, solution.period_seconds, attempt.settings
+        progress(f"{_name(attempt.settings)}: {solution.period_seconds:.3f} s, bound {bound:.3f} s")
+    bound = min((attempt.bound_seconds for attempt in attempts), default=math.inf)
+    if best is None or best_settings is None:
+        shortfall = nearest_miss(problems)
+        return Found(None, tuple(attempts), math.inf, bound, shortfall, time.monotonic() - begun)
+    plan = tune(request, best)
+    elapsed = time.monotonic() - begun
+    found = Found(plan, tuple(attempts), best_period, min(bound, best_period), {}, elapsed)
+    assert plan.prediction is not None
+    prediction = plan.prediction.model_copy(
+        update={"bound_seconds": found.bound_seconds, "gap": found.gap, "solve_seconds": elapsed}
+    )
+    return dataclasses.replace(found, plan=plan.model_copy(update={"prediction": prediction}))
+
+
+def predict(request: Request, plan: Plan) -> Prediction:
+    """Period and peaks of a plan at microbatch granularity."""
+    rows = plan.microbatch_rows
+    costs, sizes = request.costs(rows), request.sizes(rows)
+    schedule = build_schedule(plan, sizes)
+    period = simulate(schedule, costs.operation_seconds).period_seconds
+    peak = used_bytes(schedule, costs.working_bytes)
+    static = state_bytes_per_tier(plan, sizes)
+    static[Tier.HOST] += request.static_host_bytes
+    return Prediction(
+        period_seconds=period, peak_bytes={tier.value: peak[tier] + static[tier] for tier in Tier}
+    )
+
+
+def tune(request: Request, plan: Plan) -> Plan:
+    """The fields only the microbatch schedule feels, by replay: the fastest that fits."""
+    best = plan.model_copy(update={"prediction": predict(request, plan)})
+    changes: list[dict[str, int]] = [{"reload_ahead": ahead} for ahead in _RELOAD_AHEAD]
+    changes += [{"backward_prefetch": plan.backward_prefetch + 1}, {"prefetch": plan.prefetch + 1}]
+    for change in changes:
+        field = next(iter(change))
+        if field != "reload_ahead" and getattr(request, field) is not None:
+            continue
+        candidate = best.model_copy(update=change)
+        prediction = predict(request, candidate)
+        assert best.prediction is not None
+        gain = best.prediction.period_seconds - prediction.period_seconds
+        if gain > 1e-4 * prediction.period_seconds and fits(request, prediction):
+            best = candidate.model_copy(update={"prediction": prediction})
+    return best
+
+
+def fits(request: Request, prediction: Prediction) -> bool:
+    """Whether all peaks are within the capacities."""
+    return all(prediction.peak_bytes[tier.value] <= request.capacity[tier] for tier in Tier)
+
+
+def nearest_miss(problems: Sequence[Problem]) -> dict[Tier, int]:
+    """Bytes missing per tier under the setting that comes closest."""
+    misses = [memory_shortfall(problem) for problem in problems]
+
+    def share(miss: Mapping[Tier, int], problem: Problem) -> float:
+        return sum(size / max(1, problem.capacity[tier]) for tier, size in miss.items())
+
+    pairs = list(zip(misses, problems, strict=True))
+    return dict(min(pairs, key=lambda pair: share(*pair))[0]) if pairs else {}
+
+
+def nearest_change(request: Request, shortfall: Mapping[Tier, int]) -> str:
+    """One sentence: what to change so that a plan fits."""
+    rows = largest_batch(request, below=request.rows)
+    parts = []
+    if rows:
+        parts.append(f"batch {rows} fits")
+    if Tier.HOST in shortfall:
+        state_bytes = sum(layer.state_bytes for layer in request.sizes(1).layers)
+        if request.capacity[Tier.NVME] == 0 and shortfall[Tier.HOST] < state_bytes:
+            parts.append(f"or an NVMe drive for optimizer state ({state_bytes / 1e9:.1f} GB in all)")
+        parts.append(f"or {shortfall[Tier.HOST] / 1e9:.2f} GB more host memory")
+        if not rows:
+            parts.append("or 8-bit optimizer state, if the optimizer keeps 32-bit state now")
+    if Tier.DEVICE in shortfall:
+        parts.append(f"or {shortfall[Tier.DEVICE] / 1e9:.2f} GB more device memory")
+    return ", ".join(parts).removeprefix("or ")
+
+
+def largest_batch(request: Request, *, below: int, most_probes: int = 20) -> int:
+    """The largest batch under `below` for which some plan fits; 0 if none does.
+
+    Only memory decides, at the finest microbatches; feasibility is taken to fall with the batch.
+    """
+    low, high = 0, below
+    for _ in range(most_probes):
+        if high - low <= 1:
+            break
+        middle = (low + high) // 2
+        if feasible(dataclasses.replace(request, rows=middle, microbatches=None)):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def feasible(request: Request) -> bool:
+    """Whether some plan fits."""
+    finest = request.rows // request.devices
+    handoffs: tuple[Handoff, ...] = (request.handoff,) if request.handoff else ("device", "host")
+    candidates = [
+        settings
+        for settings in settings_of(dataclasses.replace(request, microbatches=request.microbatches or finest))
+        if settings.handoff in handoffs
+    ]
+    return any(not memory_shortfall(problem_of(request, settings)) for settings in candidates)
+
+
+def _deeper_one_fits(settings: Plan, bounds: Sequence[Attempt]) -> bool:
+    """Whether the same setting with more slabs ahead has already been found feasible."""
+    return any(
+        math.isfinite(attempt.bound_seconds)
+        and (attempt.settings.handoff, attempt.settings.microbatches)
+        == (settings.handoff, settings.microbatches)
+        and attempt.settings.prefetch >= settings.prefetch
+        for attempt in bounds
+    )
+
+
+def _within(plan: Plan | None, settings: Plan) -> bool:
+    fields = ("microbatches", "prefetch", "backward_prefetch", "handoff", "update", "rows")
+    return plan is not None and all(getattr(plan, field) == getattr(settings, field) for field in fields)
+
+
+def _name(settings: Plan) -> str:
+    return (
+        f"{settings.microbatches} microbatches, prefetch {settings.prefetch}/{settings.backward_prefetch}, "
+        f"handoff {settings.handoff}"
+    )

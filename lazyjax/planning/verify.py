@@ -1,0 +1,162 @@
+"""Checks that every plan passes before it runs, and the bounds it is measured against.
+
+Errors raise; what a verification returns can be printed beside the plan. The checks replay the
+schedule with the same code that the executor's order comes from, and count memory as the
+executor will.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from lazyjax.planning.plan import Plan
+from lazyjax.planning.problem import WorkingBytes, no_working_bytes
+from lazyjax.planning.schedule import COMPUTE_KINDS, Kind, ModelSizes, Place, Schedule, build_schedule
+from lazyjax.planning.simulate import OperationSeconds, Simulation, simulate
+from lazyjax.specs import Tier
+from lazyjax.timeline import Resource
+
+#: Relative difference that a predicted period may have from its replay.
+PERIOD_TOLERANCE = 1e-6
+
+
+class VerificationError(ValueError):
+    """A plan that must not run; the message says which check failed and where."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What was checked.
+
+    Attributes:
+        period_seconds: of the replay in the steady state.
+        bounds_seconds: for each resource, what all its operations take: no period is shorter.
+        peak_bytes: per tier, with working sets and optimizer state.
+        simulation: the replay.
+    """
+
+    period_seconds: float
+    bounds_seconds: Mapping[Resource, float]
+    peak_bytes: Mapping[Tier, int]
+    simulation: Simulation
+
+    @property
+    def bottleneck(self) -> Resource:
+        """The resource with the largest bound."""
+        return max(self.bounds_seconds, key=lambda resource: self.bounds_seconds[resource])
+
+
+def verify(
+    plan: Plan,
+    sizes: ModelSizes,
+    seconds: OperationSeconds,
+    *,
+    capacity: Mapping[Tier, int] | None = None,
+    static_host_bytes: int = 0,
+    working_bytes: WorkingBytes = no_working_bytes,
+) -> Verification:
+    """Replays `plan` and checks it.
+
+    Raises:
+        VerificationError: an operation waits for a later one, a buffer is freed that is not there
+            or never freed, an operation starts before what it waits for has ended, a peak exceeds
+            its capacity, the period undercuts a bound, or differs from the plan's prediction.
+    """
+    schedule = build_schedule(plan, sizes)
+    check_order(schedule)
+    check_buffers(schedule)
+    simulation = simulate(schedule, seconds)
+    check_precedence(schedule, simulation)
+    peak = used_bytes(schedule, working_bytes)
+    static = state_bytes_per_tier(plan, sizes)
+    static[Tier.HOST] += static_host_bytes
+    total = {tier: peak[tier] + static[tier] for tier in Tier}
+    if capacity is not None:
+        for tier in Tier:
+            if total[tier] > capacity[tier]:
+                raise VerificationError(
+                    f"{tier.value} memory: the plan needs {total[tier]} bytes, "
+                    f"{total[tier] - capacity[tier]} more than there are ({capacity[tier]})"
+                )
+    bounds = {resource: simulation.busy_seconds.get(resource, 0.0) for resource in Resource}
+    for resource, bound in bounds.items():
+        if bound > simulation.period_seconds * (1 + PERIOD_TOLERANCE):
+            raise VerificationError(
+                f"period: {simulation.period_seconds} s, but {resource.value} alone takes {bound} s"
+            )
+    if plan.prediction is not None:
+        predicted = plan.prediction.period_seconds
+        if abs(predicted - simulation.period_seconds) > PERIOD_TOLERANCE * simulation.period_seconds:
+            raise VerificationError(
+                f"prediction.period_seconds: {predicted} s, the replay takes {simulation.period_seconds} s; "
+                "the plan was made for other costs"
+            )
+    return Verification(simulation.period_seconds, bounds, total, simulation)
+
+
+def check_order(schedule: Schedule) -> None:
+    """Waits within a step point backwards, and nothing waits for itself."""
+    for operation in schedule.operations:
+        late = [wait for wait in operation.waits if not 0 <= wait < operation.index]
+        if late:
+            raise VerificationError(f"operation {operation.index} waits for operation {late[0]}")
+        count = len(schedule.operations)
+        unknown = [wait for wait in operation.waits_previous if not 0 <= wait < count]
+        if unknown:
+            raise VerificationError(f"operation {operation.index} waits for unknown operation {unknown[0]}")
+
+
+def check_buffers(schedule: Schedule) -> None:
+    """Every buffer is allocated before it is freed, once at a time, and gone at the end of the step."""
+    live: dict[Place, int] = {}
+    for operation in schedule.operations:
+        for allocation in operation.allocates:
+            if allocation.place in live:
+                raise VerificationError(f"operation {operation.index} allocates {allocation.place} again")
+            live[allocation.place] = operation.index
+        for place in operation.frees:
+            if place not in live:
+                raise VerificationError(f"operation {operation.index} frees {place}, which is not there")
+            del live[place]
+    if live:
+        place, index = next(iter(live.items()))
+        raise VerificationError(f"{place}, allocated by operation {index}, is never freed")
+
+
+def check_precedence(schedule: Schedule, simulation: Simulation) -> None:
+    """In the replay nothing starts before what it waits for has ended, and no queue overtakes."""
+    events = sorted(simulation.timeline.events, key=lambda event: event.operation)
+    slack = 1e-9 * max(simulation.period_seconds, 1e-30)
+    busy_until: dict[Resource, float] = {}
+    for operation, event in zip(schedule.operations, events, strict=True):
+        for wait in operation.waits:
+            if events[wait].end_seconds > event.start_seconds + slack:
+                raise VerificationError(f"operation {operation.index} starts before operation {wait} ends")
+        if operation.resource in busy_until and busy_until[operation.resource] > event.start_seconds + slack:
+            raise VerificationError(f"operation {operation.index} overtakes on {operation.resource.value}")
+        busy_until[operation.resource] = event.end_seconds
+
+
+def used_bytes(schedule: Schedule, working_bytes: WorkingBytes = no_working_bytes) -> dict[Tier, int]:
+    """Peak bytes per tier as the schedule counts them, plus each operation's working set."""
+    peak = dict.fromkeys(Tier, 0)
+    known: dict[tuple[Kind, int, tuple[str, ...]], int] = {}
+    for index, live in schedule.live_bytes():
+        operation = schedule.operations[index]
+        for tier in Tier:
+            peak[tier] = max(peak[tier], live[tier])
+        if operation.kind in COMPUTE_KINDS:
+            key = (operation.kind, operation.layer, operation.saved)
+            if key not in known:
+                known[key] = working_bytes(*key)
+            peak[Tier.DEVICE] = max(peak[Tier.DEVICE], live[Tier.DEVICE] + known[key])
+    return peak
+
+
+def state_bytes_per_tier(plan: Plan, sizes: ModelSizes) -> dict[Tier, int]:
+    """Where the plan puts the optimizer state."""
+    total = dict.fromkeys(Tier, 0)
+    for decided, layer in zip(plan.layers, sizes.layers, strict=True):
+        total[Tier(decided.state)] += layer.state_bytes
+    return total
