@@ -58,9 +58,11 @@ def to_hf_config(config: Architecture) -> dict[str, Any]:
 
 
 def _rope_parameters(rope: Rope) -> dict[str, Any]:
-    parameters: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": "default"}
-    if rope.partial_rotary_factor != 1:
-        parameters["partial_rotary_factor"] = rope.partial_rotary_factor
+    parameters: dict[str, Any] = {
+        "partial_rotary_factor": rope.partial_rotary_factor,
+        "rope_theta": rope.theta,
+        "rope_type": "default",
+    }
     if rope.scaling is not None:
         parameters |= {"rope_type": "llama3", **rope.scaling.model_dump()}
     return parameters

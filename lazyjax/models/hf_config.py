@@ -97,14 +97,18 @@ def parse_hf_config(document: Mapping[str, Any], *, name: str | None = None) -> 
 
 
 def _text_model(document: Mapping[str, Any], model_type: str) -> Mapping[str, Any]:
-    """The table of the text model; what only stands beside it counts for it too."""
+    """The table of the text model. What stands beside it counts for the whole checkpoint, and wins.
+
+    Transformers saves `tie_word_embeddings` twice and goes by the outer one; the inner one may be
+    a default that was never meant.
+    """
     if model_type != "qwen3_5":
         return document
     text = _get(document, "text_config")
     if not isinstance(text, Mapping):
         raise ArchitectureError("text_config: expected a table")
     outer = ("tie_word_embeddings", "quantization_config")
-    return {key: document[key] for key in outer if key in document} | dict(text)
+    return dict(text) | {key: document[key] for key in outer if key in document}
 
 
 def _rope(text: Mapping[str, Any], partial_by_default: float) -> dict[str, Any]:

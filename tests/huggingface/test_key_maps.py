@@ -15,14 +15,14 @@ from lazyjax.huggingface.key_maps import (
     to_parameter,
     to_stored,
 )
-from lazyjax.models.registry import build_template
+from lazyjax.models.registry import architecture, architecture_names, build_template
 from tests.huggingface.architectures import SMALL
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, *architecture_names()])
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
 def test_the_map_is_a_bijection_onto_all_parameters(name: str, prefix: str) -> None:
-    template = build_template(SMALL[name])
+    template = build_template(SMALL[name] if name in SMALL else architecture(name))
     entries = key_map(template, prefix)
     places = [(entry.layer_index, entry.parameter) for entry in entries]
     assert places == [
