@@ -1,0 +1,330 @@
+"""Micro-benchmarks that turn the machine at hand into a hardware profile.
+
+Every figure is the median of repeated runs and carries what was timed as its source. Transfers go
+the ways that training uses: parameters from a host slab to the device, results from the device
+to pinned host memory. Host updates are timed through functions that the caller passes in,
+because optimizers lie above this package.
+
+This module knows no model; matrix shapes are given to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import errno
+import functools
+import mmap
+import os
+import pathlib
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from lazyjax.hardware.profile import HardwareProfile
+
+#: Called with the number of elements of a slab; returns a function that updates it once.
+UpdateProbe = Callable[[int], Callable[[], None]]
+
+_USABLE_SHARE = 0.95
+_BLOCK_BYTES = 16 * 2**20
+
+
+class MatrixShape(NamedTuple):
+    """A product of [rows, inner] and [inner, columns]."""
+
+    rows: int
+    inner: int
+    columns: int
+
+    @property
+    def flops(self) -> int:
+        """2 per multiply-add."""
+        return 2 * self.rows * self.inner * self.columns
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasureOptions:
+    """How much is measured.
+
+    Attributes:
+        shapes: products whose rate is wanted, as they appear in a layer's forward pass.
+        compute_dtype: of those products.
+        transfer_bytes: of one transfer.
+        update_elements: of the slab whose update is timed.
+        nvme_bytes: written and read back.
+        nvme_folder: on the drive that plans may use; None leaves NVMe out of the profile.
+        repeats: runs of which the median counts.
+    """
+
+    shapes: Sequence[MatrixShape]
+    compute_dtype: str
+    transfer_bytes: int = 256 * 2**20
+    update_elements: int = 32 * 2**20
+    nvme_bytes: int = 1024 * 2**20
+    nvme_folder: pathlib.Path | None = None
+    repeats: int = 5
+
+
+def measure_profile(
+    name: str,
+    options: MeasureOptions,
+    updates: Mapping[str, UpdateProbe],
+    *,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> HardwareProfile:
+    """Measures this machine.
+
+    Args:
+        updates: optimizer name -> probe.
+        progress: gets what is being measured, how many steps are done, and their number.
+
+    Raises:
+        OSError: the NVMe folder cannot be written.
+    """
+    device = jax.devices()[0]
+    when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    figures: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+
+    def note(figure: str, value: Any, how: str) -> None:
+        figures[figure] = value
+        sources[figure] = f"measured {when}: {how}"
+
+    def matrices() -> None:
+        rate = matmul_flops_per_second(options.shapes, options.compute_dtype, options.repeats)
+        shapes = ", ".join("x".join(map(str, shape)) for shape in options.shapes[:4])
+        how = f"{options.compute_dtype} products and both gradients, {shapes}"
+        note("matmul_flops_per_second", rate, how)
+
+    def bandwidth() -> None:
+        rate = device_bandwidth_bytes_per_second(options.transfer_bytes, options.repeats)
+        note("device_bandwidth_bytes_per_second", rate, "an element-wise pass, reads plus writes")
+
+    def link() -> None:
+        alone = link_rates(options.transfer_bytes, options.repeats)
+        on_cpu = device.platform == "cpu"
+        note("h2d_bytes_per_second", alone.h2d, f"{'pinned array' if on_cpu else 'host slab'} to device, alone")
+        note("d2h_bytes_per_second", alone.d2h, "device to pinned host memory, alone")
+        note("duplex_factor", alone.duplex_factor, "both at once over each alone")
+
+    def host() -> None:
+        rates = {}
+        for optimizer, probe in updates.items():
+            update = probe(options.update_elements)
+            rates[optimizer] = options.update_elements / median_seconds(update, options.repeats)
+            sources[f"host_update_parameters_per_second.{optimizer}"] = (
+                f"measured {when}: updates of {options.update_elements} parameters on all usable CPUs"
+            )
+        figures["host_update_parameters_per_second"] = rates
+
+    def drive() -> None:
+        if options.nvme_folder is None:
+            return
+        read, write, cached = nvme_rates(options.nvme_folder, options.nvme_bytes)
+        how = "through the page cache, flushed and dropped" if cached else "past the page cache (O_DIRECT)"
+        note("nvme_read_bytes_per_second", read, f"{options.nvme_bytes} bytes {how}")
+        note("nvme_write_bytes_per_second", write, f"{options.nvme_bytes} bytes {how}")
+        free = int(0.9 * shutil.disk_usage(options.nvme_folder).free)
+        note("nvme_bytes", free, "0.9 of the free space of the folder's file system")
+
+    def capacities() -> None:
+        for figure, (value, how) in _capacities(device).items():
+            note(figure, value, how)
+
+    steps: list[tuple[str, Callable[[], None]]] = [
+        ("matrix products", matrices),
+        ("device memory", bandwidth),
+        ("host link", link),
+        ("host updates", host),
+        ("NVMe", drive),
+        ("capacities", capacities),
+    ]
+    for done, (what, step) in enumerate(steps):
+        progress(what, done, len(steps))
+        step()
+    progress("done", len(steps), len(steps))
+    return HardwareProfile(name=name, device=device_label(device), **figures, sources=sources)
+
+
+def device_label(device: jax.Device) -> str:
+    """What the device calls itself; for a CPU backend the processor's name."""
+    if device.platform != "cpu":
+        return str(device.device_kind)
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else 'CPU'}, {len(names) or os.cpu_count()} CPUs"
+
+
+def median_seconds(run: Callable[[], Any], repeats: int) -> float:
+    """Median wall seconds of `run`, after one run that does not count."""
+    jax.block_until_ready(run())
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def matmul_flops_per_second(shapes: Sequence[MatrixShape], dtype: str, repeats: int = 5) -> float:
+    """FLOPs over seconds of the products x W, dy W^T and x^T dy of all `shapes`."""
+
+    @jax.jit
+    def forward(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x @ w
+
+    @jax.jit
+    def input_gradient(dy: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.einsum("mn,kn->mk", dy, w)
+
+    @jax.jit
+    def weight_gradient(x: jax.Array, dy: jax.Array) -> jax.Array:
+        return jnp.einsum("mk,mn->kn", x, dy)
+
+    flops, seconds = 0, 0.0
+    for shape in shapes:
+        x = jnp.ones((shape.rows, shape.inner), dtype)
+        w = jnp.ones((shape.inner, shape.columns), dtype)
+        dy = jnp.ones((shape.rows, shape.columns), dtype)
+        for product, left, right in ((forward, x, w), (input_gradient, dy, w), (weight_gradient, x, dy)):
+            seconds += median_seconds(functools.partial(product, left, right), repeats)
+            flops += shape.flops
+    return flops / seconds
+
+
+def device_bandwidth_bytes_per_second(array_bytes: int, repeats: int = 5) -> float:
+    """Bytes read and written by y = x + 1."""
+    x = jnp.zeros(array_bytes // 4, jnp.float32)
+    return 2 * x.nbytes / median_seconds(lambda: _increment(x), repeats)
+
+
+@jax.jit
+def _increment(x: jax.Array) -> jax.Array:
+    return x + 1
+
+
+class LinkRates(NamedTuple):
+    """Bytes per second of each direction alone, and the share kept while both are busy."""
+
+    h2d: float
+    d2h: float
+    duplex_factor: float
+
+
+def link_rates(transfer_bytes: int, repeats: int = 5) -> LinkRates:
+    """Rates of the host link, of transfers of `transfer_bytes`."""
+    device = jax.devices()[0]
+    there = SingleDeviceSharding(device)
+    here = SingleDeviceSharding(device, memory_kind="pinned_host")
+    slab = aligned_bytes(transfer_bytes)
+    slab[:] = 1
+    result = _increment(jax.device_put(slab, there))
+    # A CPU backend does not copy an aligned slab at all; what it copies are pinned arrays.
+    source = jax.device_put(result, here) if device.platform == "cpu" else slab
+
+    def up() -> jax.Array:
+        return jax.device_put(source, there, may_alias=False)
+
+    def down() -> jax.Array:
+        return jax.device_put(result, here)
+
+    h2d = transfer_bytes / median_seconds(up, repeats)
+    d2h = transfer_bytes / median_seconds(down, repeats)
+    both = 2 * transfer_bytes / median_seconds(lambda: (up(), down()), repeats)
+    return LinkRates(h2d, d2h, min(1.0, both / (h2d + d2h)))
+
+
+def aligned_bytes(size: int) -> np.ndarray:
+    """A page-aligned uint8 vector."""
+    return np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8, count=size)
+
+
+def nvme_rates(folder: pathlib.Path, size: int) -> tuple[float, float, bool]:
+    """Read and write bytes per second of a file of `size` bytes, and whether the page cache was used.
+
+    Direct I/O where the file system has it; otherwise the file is flushed before the write's clock
+    stops and dropped from the cache before it is read.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    block = aligned_bytes(_BLOCK_BYTES)
+    block[:] = np.random.default_rng(0).integers(0, 256, _BLOCK_BYTES, dtype=np.uint8)
+    blocks = max(1, size // _BLOCK_BYTES)
+    descriptor, name = tempfile.mkstemp(prefix="lazyjax-profile-", dir=folder)
+    os.close(descriptor)
+    path = pathlib.Path(name)
+    try:
+        with _opened(path, os.O_WRONLY) as (file, cached):
+            start = time.perf_counter()
+            for _ in range(blocks):
+                os.write(file, block)
+            os.fsync(file)
+            write = blocks * _BLOCK_BYTES / (time.perf_counter() - start)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        with _opened(path, os.O_RDONLY) as (file, _):
+            start = time.perf_counter()
+            while os.readv(file, [block]):
+                pass
+            read = blocks * _BLOCK_BYTES / (time.perf_counter() - start)
+    finally:
+        path.unlink()
+    return read, write, cached
+
+
+@contextlib.contextmanager
+def _opened(path: pathlib.Path, flags: int) -> Iterator[tuple[int, bool]]:
+    """A descriptor for direct I/O, or for plain I/O where the file system refuses; and which it is."""
+    direct = getattr(os, "O_DIRECT", 0)
+    try:
+        file = os.open(path, flags | direct)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        direct, file = 0, os.open(path, flags)
+    try:
+        yield file, not direct
+    finally:
+        os.close(file)
+
+
+def host_memory_bytes() -> int:
+    """Memory that a process can still get: what is available, within the control group's limit."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    meminfo = pathlib.Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                total = int(line.split()[1]) * 1024
+    limit = pathlib.Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        total = min(total, int(text))
+    return total
+
+
+def _capacities(device: jax.Device) -> dict[str, tuple[int, str]]:
+    host = host_memory_bytes()
+    if device.platform == "cpu":
+        half = host // 2
+        return {
+            "device_total_bytes": (half, "half of the available host memory: the device is the host"),
+            "device_bytes": (int(_USABLE_SHARE * half), f"{_USABLE_SHARE} of device_total_bytes"),
+            "host_bytes": (int(_USABLE_SHARE * (host - half)), f"{_USABLE_SHARE} of the other half"),
+        }
+    stats = device.memory_stats()
+    limit = int(stats["bytes_limit"])
+    return {
+        "device_total_bytes": (limit, "limit of the device's allocator"),
+        "device_bytes": (int(_USABLE_SHARE * limit), f"{_USABLE_SHARE} of device_total_bytes"),
+        "host_bytes": (int(_USABLE_SHARE * host), f"{_USABLE_SHARE} of the available host memory"),
+    }

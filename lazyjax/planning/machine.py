@@ -1,0 +1,138 @@
+"""`lazyjax profile`: measures this machine at a model's shapes and writes a hardware profile."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from lazyjax.hardware.measure import MatrixShape, MeasureOptions, UpdateProbe, measure_profile
+from lazyjax.hardware.profile import HardwareProfile, dump_profile
+from lazyjax.models.template import ModelTemplate
+from lazyjax.optim.make import OPTIMIZERS, make_host_optimizer
+from lazyjax.specs import TensorSpec, slab_layout
+from lazyjax.storage.host import LayerSlabs, aligned_zeros
+
+#: FLOPs of one product beyond which more rows do not make its rate more certain.
+_ENOUGH_FLOPS = {"cpu": 2e9, "gpu": 2e12}
+
+
+def profile_machine(
+    output: pathlib.Path,
+    template: ModelTemplate,
+    *,
+    name: str = "measured",
+    tokens: int = 4096,
+    compute_dtype: str = "bfloat16",
+    optimizers: Sequence[str] = ("hybrid8bit", "fp32_adamw"),
+    nvme_folder: pathlib.Path | None = None,
+    console: Console | None = None,
+) -> HardwareProfile:
+    """Measures, writes `output` (YAML that `load_profile` takes) and prints what was found.
+
+    Args:
+        template: matrix products are timed at the shapes of its blocks.
+        tokens: rows of those products; fewer where one product would take long.
+        optimizers: whose host updates are timed.
+        nvme_folder: None leaves NVMe out.
+
+    Raises:
+        ValueError: an unknown optimizer. OSError: `output` or the NVMe folder cannot be written.
+    """
+    console = console or Console()
+    small = jax.default_backend() == "cpu"
+    options = MeasureOptions(
+        shapes=block_shapes(template, tokens),
+        compute_dtype=compute_dtype,
+        transfer_bytes=(64 if small else 512) * 2**20,
+        update_elements=(8 if small else 64) * 2**20,
+        nvme_bytes=(256 if small else 4096) * 2**20,
+        nvme_folder=nvme_folder,
+    )
+    unknown = sorted(set(optimizers) - set(OPTIMIZERS))
+    if unknown:
+        raise ValueError(f"optimizer {unknown[0]!r}: there are {', '.join(sorted(OPTIMIZERS))}")
+    probes = {optimizer: update_probe(optimizer) for optimizer in optimizers}
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("measuring")
+
+        def progress(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        profile = measure_profile(name, options, probes, progress=progress)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(dump_profile(profile))
+    console.print(profile_table(profile))
+    console.print(f"written to {output}; use it with --hardware {output}")
+    return profile
+
+
+def block_shapes(template: ModelTemplate, tokens: int) -> tuple[MatrixShape, ...]:
+    """Distinct matrices of the blocks as products on `tokens` rows, the largest first."""
+    enough = _ENOUGH_FLOPS["cpu" if jax.default_backend() == "cpu" else "gpu"]
+    matrices = {
+        tensor.shape
+        for layer in template.spec.layers[1:-1]
+        for tensor in layer.parameters
+        if len(tensor.shape) == 2 and min(tensor.shape) > 16
+    }
+    return tuple(
+        MatrixShape(max(16, min(tokens, int(enough / (2 * inner * columns)))), inner, columns)
+        for inner, columns in sorted(matrices, key=math.prod, reverse=True)
+    )
+
+
+def update_probe(optimizer: str) -> UpdateProbe:
+    """Times `optimizer` on a slab of random gradients, with all CPUs of this process."""
+
+    def probe(elements: int) -> Callable[[], None]:
+        layout = slab_layout((TensorSpec("weights", (elements // 1024, 1024), "float32"),))
+        slabs = LayerSlabs(
+            layout=layout,
+            hi=aligned_zeros(layout.length, "uint16", purpose="profile: parameters"),
+            lo=aligned_zeros(layout.length, "int16", purpose="profile: master weights"),
+            gradient=aligned_zeros(layout.length, "bfloat16", purpose="profile: gradient"),
+        )
+        slabs.gradient[:] = np.random.default_rng(0).standard_normal(layout.length, np.float32)
+        host_optimizer = make_host_optimizer(optimizer)
+        state = host_optimizer.create_state(layout)
+        count = 0
+
+        def update() -> None:
+            nonlocal count
+            count += 1
+            host_optimizer.update(slabs, state, learning_rate=1e-5, count=count, scale=1.0)
+
+        return update
+
+    return probe
+
+
+def profile_table(profile: HardwareProfile) -> Table:
+    """Every figure with its source."""
+    table = Table(title=f"{profile.name}: {profile.device}")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    table.add_column("source")
+    for figure in sorted(profile.figure_names()):
+        head, _, kind = figure.partition(".")
+        value = getattr(profile, head)
+        table.add_row(figure, _readable(value[kind] if kind else value, head), profile.sources[figure])
+    return table
+
+
+def _readable(value: float | int, figure: str) -> str:
+    if figure in ("devices", "duplex_factor"):
+        return f"{value:.3g}"
+    if figure == "matmul_flops_per_second":
+        return f"{value / 1e12:.3g} TFLOPS"
+    if figure == "host_update_parameters_per_second":
+        return f"{value / 1e9:.3g} G parameters/s"
+    return f"{value / 1e9:.4g} GB" + ("/s" if figure.endswith("per_second") else "")

@@ -1,0 +1,110 @@
+"""Measuring gives a profile that reads back, with rates of this machine's order of magnitude."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+
+import jax
+import pytest
+from rich.console import Console
+
+from lazyjax.hardware.measure import (
+    MatrixShape,
+    MeasureOptions,
+    host_memory_bytes,
+    link_rates,
+    matmul_flops_per_second,
+    measure_profile,
+    median_seconds,
+    nvme_rates,
+)
+from lazyjax.hardware.profile import dump_profile, load_profile
+from lazyjax.planning.machine import block_shapes, profile_machine, update_probe
+from tests import tiny
+
+MIB = 2**20
+
+
+def test_median_waits_and_ignores_the_first_run() -> None:
+    naps = iter((0.2, 0.01, 0.01, 0.01))
+    assert 0.01 <= median_seconds(lambda: time.sleep(next(naps)), 3) < 0.1
+
+
+def test_matmul_rate_is_flops_over_time_and_not_dispatch_time() -> None:
+    shape = MatrixShape(256, 512, 512)
+    rate = matmul_flops_per_second([shape], "float32", repeats=3)
+    assert 1e8 < rate < 1e13
+    assert shape.flops == 2 * 256 * 512 * 512
+
+
+def test_link_moves_real_bytes() -> None:
+    rates = link_rates(32 * MIB, repeats=3)
+    assert 1e7 < rates.h2d < 1e12
+    assert 1e7 < rates.d2h < 1e12
+    assert 0 < rates.duplex_factor <= 1
+
+
+def test_drive_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:
+    read, write, _ = nvme_rates(tmp_path / "new", 32 * MIB)
+    assert read > 1e6
+    assert write > 1e6
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_unwritable_folder_is_an_error(tmp_path: pathlib.Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(OSError, match="file"):
+        nvme_rates(blocked, MIB)
+
+
+def test_host_memory_is_what_is_there() -> None:
+    assert 2**28 < host_memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_measured_profile_reads_back(tmp_path: pathlib.Path) -> None:
+    options = MeasureOptions(
+        shapes=(MatrixShape(64, 128, 128),),
+        compute_dtype="float32",
+        transfer_bytes=4 * MIB,
+        update_elements=MIB,
+        nvme_bytes=16 * MIB,
+        nvme_folder=tmp_path,
+        repeats=2,
+    )
+    seen = []
+    profile = measure_profile(
+        "here", options, {"fp32_adamw": update_probe("fp32_adamw")},
+        progress=lambda what, done, total: seen.append((what, done, total)),
+    )  # fmt: skip
+    assert [done for _, done, _ in seen] == list(range(len(seen)))
+    assert set(profile.sources) == profile.figure_names()
+    assert all(source.startswith("measured 2") for source in profile.sources.values())
+    path = tmp_path / "here.yaml"
+    path.write_text(dump_profile(profile))
+    assert load_profile(path) == profile
+
+
+def test_without_a_folder_there_is_no_nvme(tmp_path: pathlib.Path) -> None:
+    template = tiny.template("qwen2", tied=False, blocks=1)
+    output = tmp_path / "profiles" / "mine.yaml"
+    with open(os.devnull, "w") as nowhere:
+        profile = profile_machine(
+            output, template, tokens=32, compute_dtype="float32", optimizers=("hybrid8bit",),
+            console=Console(file=nowhere),
+        )  # fmt: skip
+    assert load_profile(output) == profile
+    assert profile.nvme_bytes == 0
+    assert set(profile.host_update_parameters_per_second) == {"hybrid8bit"}
+    with pytest.raises(ValueError, match="optimizer 'sgd': there are"):
+        profile_machine(output, template, optimizers=("sgd",))
+
+
+def test_shapes_are_the_blocks_matrices() -> None:
+    template = tiny.template("qwen2", tied=False, blocks=2)
+    shapes = {(shape.inner, shape.columns) for shape in block_shapes(template, 32)}
+    assert {(32, 48), (48, 32), (32, 32)} <= shapes
+    assert jax.default_backend() == "cpu"
+    assert all(shape.rows == 32 for shape in block_shapes(template, 32))
