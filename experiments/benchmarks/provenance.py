@@ -1,0 +1,41 @@
+"""One line that says where, when and from which source a figure was measured."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pathlib
+import platform
+import subprocess
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def provenance() -> str:
+    """Processor, CPUs of this process, date (UTC) and commit, marked when the tree differs from it."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    return f"Measured on {cpus} CPUs of {_processor()}, {date}, commit {_commit()}."
+
+
+def _processor() -> str:
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    commit = git("rev-parse", "--short=10", "HEAD")
+    if not commit:
+        return "unknown"
+    changed = git(
+        "status", "--porcelain", "--untracked-files=no", "--", "lazyjax/optim", "experiments/benchmarks"
+    )
+    return commit + (" with changes" if changed else "")
