@@ -69,12 +69,12 @@ def run(arguments: Sequence[str]) -> None:
         say("Without an accelerator a step of the full model takes hours; Ctrl-C stops it.")
     config = load_config(PRESETS[preset], overrides)
 
-    from experiments.prediction import predict_full_run
+    from experiments.prediction import print_prediction
     from lazyjax.training import setup
 
     if preset == "smoke":
         say(_INTRODUCTION)
-        say(predict_full_run())
+        print_prediction(console)
     summary = setup.train(config, console)
     before, after = summary["first_evaluation_loss"], summary["last_evaluation_loss"]
     if summary["status"] == "finished" and before is not None:

@@ -34,6 +34,13 @@ def plan(arguments: Sequence[str]) -> None:
     plan_command(arguments)
 
 
+def plan(arguments: Sequence[str]) -> None:
+    """Plan a step without running it: lazyjax plan --model NAME --hardware PROFILE --batch ROWS."""
+    from lazyjax.planning.command import plan_command
+
+    plan_command(arguments)
+
+
 def _split_config(arguments: Sequence[str]) -> tuple[pathlib.Path | None, Sequence[str]]:
     """The configuration file, if the first argument is one, and the overrides."""
     if arguments and not arguments[0].startswith("-"):

@@ -159,6 +159,7 @@ class PlanConfig(_Group):
         hardware: profile of the machine, by preset name or file; the `milp` planner needs it.
         device_bytes: device memory the `milp` planner may use, instead of the profile's figure.
         host_bytes: the same for host memory.
+        time_limit_seconds: of the `milp` planner's search.
 
     The five keys from microbatches to handoff are the planner's choice where they are left out.
     """
@@ -175,6 +176,7 @@ class PlanConfig(_Group):
     hardware: str | None = None
     device_bytes: ByteCount | None = None
     host_bytes: ByteCount | None = None
+    time_limit_seconds: Annotated[float, pydantic.Field(gt=0)] = 60.0
 
     @pydantic.model_validator(mode="after")
     def _milp_knows_the_machine(self) -> PlanConfig:

@@ -29,6 +29,7 @@ from lazyjax.data.tokens import tokenize
 from lazyjax.execution.executor import Executor
 from lazyjax.execution.host_update import HostUpdates
 from lazyjax.execution.kernels import Kernels, data_mesh
+from lazyjax.hardware.profile import load_profile
 from lazyjax.huggingface.checkpoint import Checkpoint, bind, load_into, open_checkpoint, read_json_table
 from lazyjax.huggingface.export import export
 from lazyjax.models.architecture import Architecture
@@ -37,8 +38,11 @@ from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.base import HostOptimizer
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.make import make_host_optimizer
+from lazyjax.planning import cache
 from lazyjax.planning.baselines import BASELINES, without_nvme
+from lazyjax.planning.command import solve_cached
 from lazyjax.planning.plan import Plan, PlanError, load_plan, validate_plan
+from lazyjax.planning.request import build_request
 from lazyjax.specs import ModelSpec, item_bytes, slab_layout
 from lazyjax.storage.host import HostStore, allocate_host_store
 from lazyjax.training.display import Display, format_bytes
@@ -118,10 +122,35 @@ def choose_plan(config: Config, template: ModelTemplate) -> Plan:
     else:
         keys = ("microbatches", "prefetch", "backward_prefetch", "update", "handoff")
         given = {key: getattr(config.plan, key) for key in keys if getattr(config.plan, key) is not None}
-        plan = BASELINES[config.plan.planner](template.spec, names, **batch, **given)
+        if config.plan.planner == "milp":
+            plan = _solve(config, template, given)
+        else:
+            plan = BASELINES[config.plan.planner](template.spec, names, **batch, **given)
         if config.plan.nvme_folder is None:
             plan = without_nvme(plan)
     validate_plan(plan, template.spec, names)
+    return plan
+
+
+def _solve(config: Config, template: ModelTemplate, given: dict[str, Any]) -> Plan:
+    """The planner's plan for the machine in `plan.hardware`, or the one it found before."""
+    assert config.plan.hardware is not None
+    profile = load_profile(config.plan.hardware).model_copy(update={"devices": config.plan.devices})
+    request = build_request(
+        template,
+        profile,
+        rows=config.data.rows,
+        sequence_length=config.data.sequence_length,
+        optimizer=config.optimizer.name,
+        compute_dtype=config.model.compute_dtype,
+        gradient_dtype=config.optimizer.gradient_dtype,
+        device_bytes=config.plan.device_bytes,
+        host_bytes=config.plan.host_bytes,
+        nvme_bytes=None if config.plan.nvme_folder is not None else 0,
+    )
+    request = dataclasses.replace(request, **given)
+    seconds = config.plan.time_limit_seconds
+    plan, _ = solve_cached(request, cache.default_folder(), time_limit_seconds=seconds)
     return plan
 
 
