@@ -136,7 +136,7 @@ struct Kernel {
   template <bool kF32>
   __attribute__((always_inline)) static inline void prefetch_block(const Slabs& slabs, int64_t i,
                                                                    int64_t state) {
-    constexpr int64_t kAhead = 4 * kBlock;
+    constexpr int64_t kAhead = 2 * kBlock;
     const char* gradient = static_cast<const char*>(slabs.gradient) + (i + kAhead) * (kF32 ? 4 : 2);
     for (int64_t k = 0; k < kBlock * (kF32 ? 4 : 2); k += 64) __builtin_prefetch(gradient + k);
     for (int64_t k = 0; k < kBlock; k += 32) {
