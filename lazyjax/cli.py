@@ -34,11 +34,22 @@ def plan(arguments: Sequence[str]) -> None:
     plan_command(arguments)
 
 
-def plan(arguments: Sequence[str]) -> None:
-    """Plan a step without running it: lazyjax plan --model NAME --hardware PROFILE --batch ROWS."""
-    from lazyjax.planning.command import plan_command
+def profile(arguments: Sequence[str]) -> None:
+    """Measure this machine: lazyjax profile [--out FILE.yaml] [--model NAME] [--nvme-folder FOLDER]."""
+    import argparse
 
-    plan_command(arguments)
+    parser = argparse.ArgumentParser(prog="lazyjax profile", description="Measures this machine.")
+    default = pathlib.Path("machine.yaml")
+    parser.add_argument("--out", type=pathlib.Path, default=default, help="profile to write")
+    parser.add_argument("--model", default="Qwen2.5-7B", help="products are timed at this model's shapes")
+    parser.add_argument("--nvme-folder", type=pathlib.Path, help="on the drive that plans may use")
+    options = parser.parse_args(list(arguments))
+
+    from lazyjax.models.registry import architecture, build_template
+    from lazyjax.planning.machine import profile_machine
+
+    template = build_template(architecture(options.model))
+    profile_machine(options.out, template, name=options.out.stem, nvme_folder=options.nvme_folder)
 
 
 def _split_config(arguments: Sequence[str]) -> tuple[pathlib.Path | None, Sequence[str]]:
@@ -49,7 +60,7 @@ def _split_config(arguments: Sequence[str]) -> tuple[pathlib.Path | None, Sequen
 
 
 #: Imported inside each command: `lazyjax --help` must not wait for JAX.
-COMMANDS: Mapping[str, Command] = {"train": train, "plan": plan}
+COMMANDS: Mapping[str, Command] = {"train": train, "plan": plan, "profile": profile}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -83,6 +83,14 @@ def test_a_bug_keeps_its_traceback():
         cli.guarded(refuse(KeyError("oops")))
 
 
+def test_every_command_has_help(capsys):
+    for name in cli.COMMANDS:
+        with pytest.raises(SystemExit) as exit_:
+            cli.main([name, "--help"])
+        assert exit_.value.code == 0
+        assert f"lazyjax {name}" in capsys.readouterr().out
+
+
 def test_help_does_not_import_jax():
     program = (
         "import sys; from lazyjax import cli; cli.main(['--help']); "
