@@ -102,7 +102,7 @@ def in_memory_step(template: ModelTemplate, parameters: Parameters, batch: Batch
     def step(parameters: Parameters, state: optax.OptState) -> tuple[Parameters, optax.OptState, jax.Array]:
         value, gradients = jax.value_and_grad(loss)(parameters)
         updates, state = transform.update(gradients, state, parameters)
-        return optax.apply_updates(parameters, updates), state, value  # type: ignore[return-value]
+        return optax.apply_updates(parameters, updates), state, value
 
     donated = jax.jit(step, donate_argnums=(0, 1))
     current: list = [parameters, transform.init(parameters)]

@@ -28,6 +28,7 @@ def _pullback(
     """Output, pullback, and the positions of its residuals that are no inputs."""
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     layer = jax.checkpoint(lambda p, x: apply(p, x, context), policy=policy, prevent_cse=False)
+    pullback: Any
     y, pullback = jax.vjp(layer, params, x)
     inputs = {id(leaf) for leaf in jax.tree.leaves((params, x, context))}
     saved = [i for i, leaf in enumerate(pullback.opaque_residuals) if id(leaf) not in inputs]
@@ -39,7 +40,9 @@ def _pullback(
     return y, pullback, saved
 
 
-def _split(apply: Apply, names: Sequence[str], params: Any, x: Array, context: Any) -> tuple[Array, Any, list[int]]:
+def _split(
+    apply: Apply, names: Sequence[str], params: Any, x: Array, context: Any
+) -> tuple[Array, Any, list[int]]:
     """As `_pullback`, with the positions in the order of `names`: JAX orders residuals by their use."""
     y, pullback, saved = _pullback(apply, names, params, x, context)
     if len(names) > 1:

@@ -58,9 +58,9 @@ def lazytrain(spec: ModelSpec, residual_names: Sequence[Sequence[str]], **batch:
     """
     del residual_names
     blocks = spec.block_count
-    homes = {index: Boundary.HOST for index in _LAZYTRAIN_HOST}
-    homes |= {index: Boundary.NVME for index in _LAZYTRAIN_NVME}
-    homes |= {index: Boundary.RECOMPUTE for index in _LAZYTRAIN_RECOMPUTED}
+    homes = dict.fromkeys(_LAZYTRAIN_HOST, Boundary.HOST)
+    homes |= dict.fromkeys(_LAZYTRAIN_NVME, Boundary.NVME)
+    homes |= dict.fromkeys(_LAZYTRAIN_RECOMPUTED, Boundary.RECOMPUTE)
     layers = [LayerPlan()]
     for boundary in range(blocks + 1):
         published = round(boundary * (_LAZYTRAIN_BOUNDARIES - 1) / blocks)

@@ -20,7 +20,7 @@ import pydantic
 
 from lazyjax.specs import ModelSpec, Tier
 
-PLAN_VERSION = 1
+PLAN_VERSION: Literal[1] = 1
 
 
 class PlanError(ValueError):

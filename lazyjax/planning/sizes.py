@@ -6,6 +6,8 @@ Shapes come from tracing the layers; nobody types a size twice. Time is not know
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -23,7 +25,7 @@ def kind_inputs(
 ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], jax.ShapeDtypeStruct, Context]:
     """Abstract (parameters, x, context) of one call of `kind` on [rows, sequence_length] tokens."""
     dtype = jnp.dtype(compute_dtype)
-    tokens = jax.ShapeDtypeStruct((rows, sequence_length), jnp.int32)
+    tokens: Any = jax.ShapeDtypeStruct((rows, sequence_length), jnp.int32)
     params = tuple(jax.ShapeDtypeStruct(tensor.shape, dtype) for tensor in kind.parameters)
     hidden = jax.ShapeDtypeStruct((rows, sequence_length, hidden_size), dtype)
     return params, tokens if kind.name == "embed" else hidden, Context(tokens, tokens)
