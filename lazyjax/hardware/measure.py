@@ -112,8 +112,8 @@ def measure_profile(
 
     def link() -> None:
         alone = link_rates(options.transfer_bytes, options.repeats)
-        on_cpu = device.platform == "cpu"
-        note("h2d_bytes_per_second", alone.h2d, f"{'pinned array' if on_cpu else 'host slab'} to device, alone")
+        source = "pinned array" if device.platform == "cpu" else "host slab"
+        note("h2d_bytes_per_second", alone.h2d, f"{source} to device, alone")
         note("d2h_bytes_per_second", alone.d2h, "device to pinned host memory, alone")
         note("duplex_factor", alone.duplex_factor, "both at once over each alone")
 
