@@ -247,7 +247,8 @@ def report(arguments: argparse.Namespace) -> str:
     lines = [
         "# Host updates",
         "",
-        provenance() + (f" torch {peer.torch_version}." if peer else ""),
+        provenance("lazyjax/optim", "lazyjax/storage", "experiments/benchmarks/host_update.py")
+        + (f" torch {peer.torch_version}." if peer else ""),
         f"{elements} elements, {threads} threads, medians of {arguments.rounds} interleaved rounds.",
         "",
         f"| method | Melem/s | slowest round | {best} is faster by |",

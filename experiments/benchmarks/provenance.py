@@ -11,11 +11,15 @@ import subprocess
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def provenance() -> str:
-    """Processor, CPUs of this process, date (UTC) and commit, marked when the tree differs from it."""
+def provenance(*sources: str) -> str:
+    """Processor, CPUs of this process, date (UTC) and commit, marked when `sources` differ from it.
+
+    Args:
+        sources: paths in the repository that the figure depends on; none: all.
+    """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    return f"Measured on {cpus} CPUs of {_processor()}, {date}, commit {_commit()}."
+    return f"Measured on {cpus} CPUs of {_processor()}, {date}, commit {_commit(sources)}."
 
 
 def _processor() -> str:
@@ -27,7 +31,7 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _commit() -> str:
+def _commit(sources: tuple[str, ...]) -> str:
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else ""
@@ -35,7 +39,5 @@ def _commit() -> str:
     commit = git("rev-parse", "--short=10", "HEAD")
     if not commit:
         return "unknown"
-    changed = git(
-        "status", "--porcelain", "--untracked-files=no", "--", "lazyjax/optim", "experiments/benchmarks"
-    )
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", *(sources or (".",)))
     return commit + (" with changes" if changed else "")
