@@ -231,8 +231,9 @@ def main() -> None:
     parser.add_argument("--gradients", type=pathlib.Path, help="npz with an array `gradients` [steps, n]")
     parser.add_argument("--output", type=pathlib.Path, help="Markdown file to write")
     arguments = parser.parse_args()
+    source = provenance("lazyjax/optim", "experiments/benchmarks/update_error.py")
     with np.errstate(over="ignore", under="ignore"):
-        text = f"# Error of AdamW's update with 8-bit state\n\n{provenance('lazyjax/optim', 'lazyjax/storage', 'experiments/benchmarks/update_error.py')}\n\n{table(arguments.gradients)}\n"
+        text = f"# Error of AdamW's update with 8-bit state\n\n{source}\n\n{table(arguments.gradients)}\n"
     print(text)
     if arguments.output:
         arguments.output.write_text(text)
