@@ -38,11 +38,20 @@ class CostError(ValueError):
 
 
 class MeasuredKey(NamedTuple):
-    """One compiled kernel: layer kind, what it does (forward, backward, loss), what it saves or reads."""
+    """One compiled kernel.
+
+    Attributes:
+        kind: of the layer.
+        phase: `FORWARD` (also for recomputed boundaries), `BACKWARD` or `LOSS`.
+        saved: names it saves or reads, sorted.
+        accumulates, last: as in `schedule.Operation`; False for forward calls.
+    """
 
     kind: str
     phase: Kind
     saved: tuple[str, ...] = ()
+    accumulates: bool = False
+    last: bool = False
 
 
 @runtime_checkable
@@ -117,6 +126,7 @@ class Costs:
         sizes: bytes per device, optimizer state included.
         source: work of the compute operations.
         measured: seconds of kernels that were timed on the device in use.
+        measured_working_bytes: what XLA's memory analysis says these kernels need.
     """
 
     spec: ModelSpec
@@ -127,9 +137,8 @@ class Costs:
     sizes: ModelSizes
     source: WorkSource
     measured: Mapping[MeasuredKey, float] = dataclasses.field(default_factory=dict)
-    _known: dict[tuple[MeasuredKey, bool, bool], float] = dataclasses.field(
-        default_factory=dict, repr=False, compare=False
-    )
+    measured_working_bytes: Mapping[MeasuredKey, int] = dataclasses.field(default_factory=dict)
+    _known: dict[MeasuredKey, float] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def operation_seconds(self, operation: Operation) -> float:
         """Seconds of one operation of a schedule.
@@ -169,7 +178,12 @@ class Costs:
 
     def working_bytes(self, kind: Kind, layer: int, saved: tuple[str, ...]) -> int:
         """Device bytes that a compute operation needs besides its operands and results."""
-        return self.source.working_bytes(self.spec.layers[layer].kind, kind, tuple(sorted(saved)))
+        name, names = self.spec.layers[layer].kind, tuple(sorted(saved))
+        phase = Kind.FORWARD if kind is Kind.RECOMPUTE else kind
+        known = [
+            size for key, size in self.measured_working_bytes.items() if key[:3] == (name, phase, names)
+        ]
+        return max(known) if known else self.source.working_bytes(name, kind, names)
 
     def operation_flops(self, operation: Operation) -> int:
         """Matrix FLOPs of one operation, all devices together; 0 for what is no compute."""
@@ -182,21 +196,26 @@ class Costs:
         """Matrix FLOPs of a step as executed: with attention and with what is recomputed."""
         return sum(self.operation_flops(operation) for operation in schedule.operations)
 
-    def with_measured(self, seconds: Mapping[MeasuredKey, float]) -> Costs:
-        """These costs with measured seconds per call in place of predicted ones.
+    def with_measured(
+        self, seconds: Mapping[MeasuredKey, float], working_bytes: Mapping[MeasuredKey, int] | None = None
+    ) -> Costs:
+        """These costs with measured seconds per call, and working sets, in place of predicted ones.
 
-        A set of tensors that was not timed takes its prediction times the mean ratio of measured
-        to predicted seconds of the timed sets of the same kind and phase.
+        A kernel that was not timed takes its prediction times the mean ratio of measured to
+        predicted seconds of the timed kernels of the same kind and phase.
         """
-        ordered = {
-            MeasuredKey(key.kind, key.phase, tuple(sorted(key.saved))): value
-            for key, value in seconds.items()
-        }
-        return dataclasses.replace(self, measured={**self.measured, **ordered}, _known={})
+        return dataclasses.replace(
+            self,
+            measured={**self.measured, **_sorted_names(seconds)},
+            measured_working_bytes={**self.measured_working_bytes, **_sorted_names(working_bytes or {})},
+            _known={},
+        )
 
     def with_profile(self, profile: HardwareProfile) -> Costs:
         """The same work on other hardware; measured seconds are dropped."""
-        return dataclasses.replace(self, profile=profile, measured={}, _known={})
+        return dataclasses.replace(
+            self, profile=profile, measured={}, measured_working_bytes={}, _known={}
+        )
 
     def _seconds(self, work: Work) -> float:
         profile = self.profile
@@ -209,37 +228,34 @@ class Costs:
         return moved_bytes * self.profile.devices / rate
 
     def _compute_seconds(self, operation: Operation) -> float:
-        # A recomputed boundary is one more forward call of the same kernel.
-        phase = Kind.FORWARD if operation.kind is Kind.RECOMPUTE else operation.kind
-        key = MeasuredKey(self.spec.layers[operation.layer].kind, phase, tuple(sorted(operation.saved)))
-        entry = (key, operation.accumulates, operation.last)
-        if entry not in self._known:
-            extra = self._gradient_seconds(operation) + self._collective_seconds(operation)
-            self._known[entry] = self._measured_or_predicted(key) + extra
-        return self._known[entry]
+        key = measured_key(operation, self.spec)
+        if key not in self._known:
+            seconds = self._measured_or_predicted(key, operation.layer)
+            self._known[key] = seconds + self._collective_seconds(operation)
+        return self._known[key]
 
-    def _measured_or_predicted(self, key: MeasuredKey) -> float:
+    def _measured_or_predicted(self, key: MeasuredKey, layer: int) -> float:
         if key in self.measured:
             return self.measured[key]
-        predicted = self._seconds(self.source.work(*key))
+        predicted = self._predicted(key, layer)
         ratios = [
-            seconds / self._seconds(self.source.work(*other))
+            seconds / self._predicted(other, layer)
             for other, seconds in self.measured.items()
             if (other.kind, other.phase) == (key.kind, key.phase)
         ]
         return predicted * sum(ratios) / len(ratios) if ratios else predicted
 
-    def _gradient_seconds(self, operation: Operation) -> float:
-        """Reading the accumulator; rounding it and taking its norm after the last microbatch."""
-        if operation.kind not in (Kind.BACKWARD, Kind.LOSS):
-            return 0.0
-        layer = self.sizes.layers[operation.layer]
-        table_bytes = 0
-        if operation.kind is Kind.LOSS and self.sizes.tied:
-            table_bytes = self.sizes.layers[0].accumulator_bytes
-        moved = (layer.accumulator_bytes + table_bytes) * operation.accumulates
-        moved += 2 * layer.gradient_bytes * operation.last
-        return self._seconds(Work({Kernel(0, moved): 1}))
+    def _predicted(self, key: MeasuredKey, layer: int) -> float:
+        """From work and rates. Gradients: reading the accumulator; rounding it and taking its norm."""
+        moved = 0
+        if key.phase in (Kind.BACKWARD, Kind.LOSS):
+            own = self.sizes.layers[layer]
+            tied = key.phase is Kind.LOSS and self.sizes.tied
+            table_bytes = self.sizes.layers[0].accumulator_bytes if tied else 0
+            moved = (own.accumulator_bytes + table_bytes) * key.accumulates
+            moved += 2 * own.gradient_bytes * key.last
+        gradients = self._seconds(Work({Kernel(0, moved): 1}))
+        return self._seconds(self.source.work(key.kind, key.phase, key.saved)) + gradients
 
     def _collective_seconds(self, operation: Operation) -> float:
         """All-gather of the slab in every call, reduce-scatter of the gradient in backward calls."""
@@ -250,6 +266,19 @@ class Costs:
         if operation.kind in (Kind.BACKWARD, Kind.LOSS):
             shards += layer.accumulator_bytes
         return (self.profile.devices - 1) * shards / self.profile.interconnect_bytes_per_second
+
+
+def measured_key(operation: Operation, spec: ModelSpec) -> MeasuredKey:
+    """The compiled kernel that a compute operation calls."""
+    kind = spec.layers[operation.layer].kind
+    names = tuple(sorted(operation.saved))
+    if operation.kind in (Kind.FORWARD, Kind.RECOMPUTE):
+        return MeasuredKey(kind, Kind.FORWARD, names)
+    return MeasuredKey(kind, operation.kind, names, operation.accumulates, operation.last)
+
+
+def _sorted_names[Value](measured: Mapping[MeasuredKey, Value]) -> dict[MeasuredKey, Value]:
+    return {key._replace(saved=tuple(sorted(key.saved))): value for key, value in measured.items()}
 
 
 def template_costs(
