@@ -354,9 +354,9 @@ def random_batch(rows: int, tokens: int, vocabulary: int) -> Batch:
     )
 
 
-def random_store(template: ModelTemplate) -> HostStore:
+def random_store(template: ModelTemplate, *, gradient_dtype: str = "bfloat16") -> HostStore:
     """Host slabs with initial values, equal for all layers of a kind, so that 7B is filled quickly."""
-    store = allocate_host_store(template.spec, gradient_dtype="bfloat16")
+    store = allocate_host_store(template.spec, gradient_dtype=gradient_dtype)
     filled: dict[str, int] = {}
     for index, (slabs, layer) in enumerate(zip(store.layers, template.spec.layers, strict=True)):
         if layer.kind in filled:

@@ -1,0 +1,153 @@
+"""Times every compiled kernel that schedules call, once, on the device in use.
+
+What comes out replaces predicted seconds and working sets in `lazyjax.planning.costs`. Kernels run
+alone: what they lose to transfers or host updates on the same memory is not in these figures.
+
+Axes: B rows, T tokens, D hidden, N elements of a slab.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lazyjax.execution.kernels import DeviceBatch, DeviceSlab, Kernels
+from lazyjax.models.residuals import forward_saving
+from lazyjax.models.template import Context
+from lazyjax.planning.costs import MeasuredKey, measured_key
+from lazyjax.planning.schedule import COMPUTE_KINDS, Kind, Schedule
+
+
+class Calibration(NamedTuple):
+    """Seconds per call, and bytes of XLA's temporary buffers, by kernel."""
+
+    seconds: dict[MeasuredKey, float]
+    working_bytes: dict[MeasuredKey, int]
+
+
+def kernels_of(schedules: Iterable[Schedule], kernels: Kernels) -> tuple[MeasuredKey, ...]:
+    """The kernels that the schedules call, without repetition."""
+    found = {
+        measured_key(operation, kernels.template.spec): None
+        for schedule in schedules
+        for operation in schedule.operations
+        if operation.kind in COMPUTE_KINDS
+    }
+    return tuple(found)
+
+
+def calibrate(
+    kernels: Kernels,
+    keys: Iterable[MeasuredKey],
+    *,
+    rows: int,
+    sequence_length: int,
+    repeats: int = 5,
+    working_sets: bool = True,
+    progress: Callable[[MeasuredKey], None] = lambda key: None,
+) -> Calibration:
+    """Medians over `repeats` calls on microbatches of `rows` x `sequence_length` tokens.
+
+    Args:
+        working_sets: also ask XLA for each kernel's temporary buffers, which compiles it once more.
+        progress: gets each kernel before it is timed.
+    """
+    calls = _Calls(kernels, rows, sequence_length)
+    seconds, working_bytes = {}, {}
+    for key in keys:
+        progress(key)
+        kernel, arguments = calls.of(key)
+        jax.block_until_ready(kernel(*arguments()))
+        times = []
+        for _ in range(repeats):
+            given = jax.block_until_ready(arguments())
+            start = time.perf_counter()
+            jax.block_until_ready(kernel(*given))
+            times.append(time.perf_counter() - start)
+        seconds[key] = statistics.median(times)
+        if working_sets:
+            analysis = kernel.lower(*arguments()).compile().memory_analysis()
+            working_bytes[key] = int(analysis.temp_size_in_bytes) if analysis is not None else 0
+    return Calibration(seconds, working_bytes)
+
+
+class _Calls:
+    """Arguments of every kernel, with random values on the device."""
+
+    def __init__(self, kernels: Kernels, rows: int, sequence_length: int) -> None:
+        self.kernels, self.spec = kernels, kernels.template.spec
+        self.shape = (rows, sequence_length)
+        random = np.random.default_rng(0)
+        tokens = random.integers(0, self.spec.vocabulary_size, self.shape, dtype=np.int32)
+        ones = np.ones(self.shape, np.int32)
+        positions = np.broadcast_to(np.arange(sequence_length, dtype=np.int32), self.shape)
+        self.batch = DeviceBatch(
+            *(self._put(array) for array in (tokens, tokens, ones.astype(np.bool_), ones, positions))
+        )
+        hidden = random.standard_normal((*self.shape, self.spec.hidden_size), np.float32)
+        self.x_BTD = self._put(hidden.astype(jnp.dtype(kernels.compute_dtype)))
+        self.random = random
+
+    def _put(self, array: np.ndarray) -> jax.Array:
+        return jax.device_put(np.ascontiguousarray(array), self.kernels.sharded)
+
+    def of(self, key: MeasuredKey) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
+        """The compiled function, and what makes its arguments (accumulators are donated)."""
+        layer = next(i for i, spec in enumerate(self.spec.layers) if spec.kind == key.kind)
+        kind = self.kernels.template.kind(layer)
+        names = tuple(name for name in kind.residual_names if name in key.saved)
+        slab, context = self._slab(layer), self.batch.context
+
+        def accumulator(of_layer: int = layer) -> jax.Array | None:
+            return self._zeros(of_layer) if key.accumulates else None
+
+        match key.phase:
+            case Kind.FORWARD:
+                x = self.batch.tokens_BT if layer == 0 else self.x_BTD
+                return self.kernels.forward(kind, names), lambda: (slab, x, context)
+            case Kind.LOSS:
+                tied = self.spec.tied
+                table = self._slab(0) if tied else None
+                scale = jnp.float32(1.0)
+                return self.kernels.loss(key.accumulates, key.last), lambda: (
+                    accumulator(), accumulator(0) if tied else None,
+                    slab, table, self.x_BTD, self.batch, scale,
+                )  # fmt: skip
+            case Kind.BACKWARD if layer == 0:
+                kernel = self.kernels.embed_backward(key.accumulates, key.last)
+                return kernel, lambda: (accumulator(), self.batch.tokens_BT, self.x_BTD)
+            case Kind.BACKWARD:
+                residuals = self._residuals(layer, names, context)
+                kernel = self.kernels.backward(kind, names, key.accumulates, key.last)
+                return kernel, lambda: (accumulator(), slab, self.x_BTD, context, residuals, self.x_BTD)
+        raise ValueError(f"{key.phase.value} is no compute operation")
+
+    def _slab(self, layer: int) -> DeviceSlab:
+        """Parameters of the size that initial ones have."""
+        length = self.kernels.layout(layer).length
+        values_N = 0.02 * self.random.standard_normal(length, np.float32)
+        hi = self._put((values_N.view(np.uint32) >> np.uint32(16)).astype(np.uint16))
+        if self.kernels.compute_dtype == "bfloat16":
+            return (hi,)
+        return hi, self._put(np.zeros(length, np.int16))
+
+    def _zeros(self, layer: int) -> jax.Array:
+        return self._put(np.zeros(self.kernels.layout(layer).length, np.float32))
+
+    def _residuals(self, layer: int, names: tuple[str, ...], context: Context) -> tuple[jax.Array, ...]:
+        """Arrays of the residuals' shapes; their values do not change how long anything takes."""
+        if not names:
+            return ()
+        kind = self.kernels.template.kind(layer)
+        dtype = self.x_BTD.dtype
+        params = tuple(jax.ShapeDtypeStruct(tensor.shape, dtype) for tensor in kind.parameters)
+        _, shapes = jax.eval_shape(
+            lambda p, x, c: forward_saving(kind.apply, names, p, x, c), params, self.x_BTD, context
+        )
+        return tuple(self._put(np.full(shape.shape, 0.01, shape.dtype)) for shape in shapes)
