@@ -118,11 +118,9 @@ class Executor:
         names = [self.template.kind(i).residual_names for i in range(len(self.template.spec.layers))]
         validate_plan(plan, self.template.spec, names)
         for index, layer in enumerate(plan.layers):
-            uses_nvme = layer.boundary.tier is Tier.NVME or Tier.NVME in layer.saved.values()
-            if layer.state == "nvme":
-                raise PlanError(
-                    f"layers.{index}.state: optimizer state on NVMe is planned but not executed yet"
-                )
+            uses_nvme = (
+                layer.boundary.tier is Tier.NVME or Tier.NVME in layer.saved.values() or layer.state == "nvme"
+            )
             if uses_nvme and self._nvme_folder is None:
                 raise PlanError(
                     f"layers.{index}: the plan uses NVMe; give a folder for it (plan.nvme_folder)"
@@ -137,6 +135,8 @@ class Executor:
         self.schedule = self._schedule(plan.sequence_length)
         if self._nvme_folder is not None and self._nvme is None:
             self._nvme = NvmeStore(self._nvme_folder)
+        on_nvme = [index for index, layer in enumerate(plan.layers) if layer.state == "nvme"]
+        self.updates.place_states(on_nvme, self._nvme)
 
     @functools.lru_cache(maxsize=32)  # noqa: B019 - one executor per process, a few sequence lengths
     def _sized_schedule(self, plan: str, sequence_length: int) -> Schedule:
@@ -209,7 +209,7 @@ class Executor:
         if pending is None:
             return
         futures = [
-            self.updates.submit(layer, pending, lambda start, end: None)
+            self.updates.submit(layer, pending, lambda kind, start, end: None)
             for layer in range(len(self.store.layers))
         ]
         for future in futures:
@@ -237,6 +237,7 @@ class Executor:
     def close(self) -> None:
         """Applies what is pending and stops all threads."""
         self.flush()
+        self.updates.close()
         self._recorder.close()
         self._copies.shutdown(wait=True)
         if self._nvme is not None:
@@ -266,6 +267,11 @@ class _StepState:
         self.host: dict[Buffer, Any] = {}
         self.nvme: dict[Buffer, tuple[tuple[int, ...], Any]] = {}
         self.waitable: dict[int, Any] = {}
+        self.state_moves = {
+            (operation.layer, operation.kind.value): operation
+            for operation in schedule.operations
+            if operation.kind in (Kind.LOAD_STATE, Kind.SPILL_STATE)
+        }
         self.to_free: dict[int, tuple[Place, ...]] = {}
         self.window_tokens: collections.deque[tuple[int, Any]] = collections.deque()
         self.losses: list[Any] = []
@@ -292,6 +298,10 @@ class _StepState:
     def walk(self) -> None:
         """Issues every operation, in order."""
         for operation in self.schedule.operations:
+            if operation.kind in (Kind.LOAD_STATE, Kind.SPILL_STATE):
+                # The update's own worker moves the state.
+                self._account(operation)
+                continue
             self._wait_for(operation)
             result = self.handlers[operation.kind](operation)
             self._account(operation)
@@ -506,10 +516,15 @@ class _StepState:
                 self._finish_transfer(waited)
             self.pending = self.decide()
         if self.pending is not None:
-            timed = functools.partial(self.recorder.finished, operation)
+            timed = functools.partial(self._update_finished, operation)
             self.waitable[operation.index] = self.executor.updates.submit(
                 operation.layer, self.pending, timed
             )
+
+    def _update_finished(self, operation: Operation, kind: str, start: float, end: float) -> None:
+        if kind != Kind.UPDATE.value:
+            operation = self.state_moves[operation.layer, kind]
+        self.recorder.finished(operation, start, end)
 
     # The end of the step
 

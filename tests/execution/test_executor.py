@@ -88,7 +88,8 @@ def test_peak_does_not_grow_with_depth_or_batch(tmp_path: pathlib.Path) -> None:
 
 def snapshot(executor: Executor, store: HostStore) -> list[bytes]:
     slabs = [array.tobytes() for layer in store.layers for array in (layer.hi, layer.lo)]
-    return slabs + [array.tobytes() for state in executor.updates.states for array in state.values()]
+    states = [executor.updates.read_state(layer) for layer in range(len(store.layers))]
+    return slabs + [array.tobytes() for state in states for array in state.values()]
 
 
 def test_deferred_update_is_bit_identical_to_immediate(tmp_path: pathlib.Path) -> None:

@@ -148,7 +148,8 @@ def mixed_plan(model: ModelTemplate, microbatches: int, **decisions: object) -> 
     for index, names in enumerate(tiny.residual_names(model)):
         tiers = [Tier.HOST, Tier.DEVICE, Tier.NVME]
         saved = {name: tiers[(index + i) % 3] for i, name in enumerate(names) if (index + i) % 4}
-        layers.append(LayerPlan(boundary=homes[index], saved=saved, resident=index == 3))
+        state = "nvme" if index in (0, 2, 3, 5) else "host"
+        layers.append(LayerPlan(boundary=homes[index], saved=saved, resident=index == 3, state=state))
     return Plan(
         model=model.spec.name,
         planner="mixed",
