@@ -129,6 +129,11 @@ def choose_plan(config: Config, template: ModelTemplate) -> Plan:
         if config.plan.nvme_folder is None:
             plan = without_nvme(plan)
     validate_plan(plan, template.spec, names)
+    if plan != without_nvme(plan) and config.plan.nvme_folder is None:
+        raise PlanError(f"{config.plan.file}: the plan uses NVMe; set plan.nvme_folder to a folder there")
+    rows, devices = plan.microbatch_rows, config.plan.devices
+    if rows % devices:
+        raise PlanError(f"plan.devices ({devices}) does not divide the {rows} rows of a microbatch")
     return plan
 
 

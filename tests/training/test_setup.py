@@ -12,7 +12,7 @@ from lazyjax.config import Config, ConfigError, load_config
 from lazyjax.data.chat import load_tokenizer
 from lazyjax.huggingface.checkpoint import load_into
 from lazyjax.models.registry import build_template, init_parameters
-from lazyjax.planning.plan import PlanError, load_plan
+from lazyjax.planning.plan import Boundary, PlanError, load_plan
 from lazyjax.storage.host import allocate_host_store
 from lazyjax.training import setup
 from lazyjax.training.setup import SetupError, choose_plan, read_architecture, read_batches
@@ -174,6 +174,13 @@ def test_a_plan_file_decides_and_must_fit_the_batch(small, tmp_path):
     assert choose_plan(small(plan__file=tmp_path / "plan.json"), template) == plan
     with pytest.raises(PlanError, match=r"rows is 4, but data\.rows is 8"):
         choose_plan(small(plan__file=tmp_path / "plan.json", data__rows=8), template)
+    layers = list(plan.layers)
+    layers[2] = layers[2].model_copy(update={"boundary": Boundary.NVME})
+    plan.model_copy(update={"layers": tuple(layers)}).save(tmp_path / "nvme.json")
+    with pytest.raises(PlanError, match=r"plan\.nvme_folder"):
+        choose_plan(small(plan__file=tmp_path / "nvme.json"), template)
+    with pytest.raises(PlanError, match=r"plan\.devices \(4\) does not divide the 2 rows"):
+        choose_plan(small(plan__devices=4), template)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(small, tmp_path):
