@@ -50,6 +50,9 @@ TABLE_3 = (
         Figures(1, 22.74, 22.48, 197.3, 140), Figures(2, 28.11, 23.08, 214.6, 174)),
 )  # fmt: skip
 
+#: Dense bf16 peaks in TFLOPS (datasheets): no executed rate lies above them.
+PEAK_TFLOPS = {"H800": 989.4, "RTX 3090": 71.0}
+
 #: Table 5, ablation of LazyTrain on the 27B H800 row: TFLOPS, device GB, host GB, tokens per second.
 TABLE_5 = {
     "MegaTrain": (176.90, 60.40, 339.99, 1075.8),

@@ -68,16 +68,18 @@ class Instance:
     problem: Problem
 
 
-def random_problem(seed: int, *, most_plans: int = 20_000, most_blocks: int = 4) -> Problem:
-    """A random chain with at most `most_plans` plans."""
+def random_problem(seed: int, *, most_plans: int | None = 20_000, most_blocks: int = 4) -> Problem:
+    """A random chain with at most `most_plans` plans, or any number."""
     rng = np.random.default_rng(seed)
     while True:
-        problem = _draw(rng, most_blocks)
-        if plan_count(problem) <= most_plans:
+        problem = draw_roomy(rng, most_blocks)
+        problem = dataclasses.replace(problem, capacity=_capacities(problem, rng))
+        if most_plans is None or plan_count(problem) <= most_plans:
             return problem
 
 
-def _draw(rng: np.random.Generator, most_blocks: int) -> Problem:
+def draw_roomy(rng: np.random.Generator, most_blocks: int) -> Problem:
+    """A random chain on a machine whose memory nothing exceeds."""
     blocks = int(rng.integers(1, most_blocks + 1))
     microbatches = int(rng.choice([1, 1, 2, 3, 4]))
     tied = bool(rng.random() < 0.3)
@@ -118,18 +120,17 @@ def _draw(rng: np.random.Generator, most_blocks: int) -> Problem:
         update="immediate" if rng.random() < 0.3 else "deferred",
         layers=tuple(LayerPlan() for _ in layers),
     )  # fmt: skip
-    roomy = Problem(
+    return Problem(
         settings=settings,
         sizes=sizes,
         seconds=RandomSeconds(rng, names),
         saves=tuple(saves),
-        capacity=dict.fromkeys(Tier, 10 ** 9),
+        capacity=dict.fromkeys(Tier, 10**9),
         longest_segment=blocks if rng.random() < 0.5 else 2,
         nvme_boundaries=nvme,
         nvme_states=nvme_states,
         residents=bool(rng.random() < 0.6),
     )
-    return dataclasses.replace(roomy, capacity=_capacities(roomy, rng))
 
 
 def _capacities(problem: Problem, rng: np.random.Generator) -> dict[Tier, int]:
@@ -265,7 +266,7 @@ def best_by_force(problem: Problem) -> float:
 def check(seed: int, most_plans: int, solver: str | None = None) -> tuple[float, float, float]:
     """(best by brute force, program's period by replay, program's objective) of one instance."""
     problem = random_problem(seed, most_plans=most_plans)
-    solution = solve(problem, relative_gap=1e-9, time_limit_seconds=120, solver=solver)
+    solution = solve(problem, relative_gap=1e-9, time_limit_seconds=120.0, solver=solver)
     return best_by_force(problem), solution.period_seconds, solution.objective_seconds
 
 

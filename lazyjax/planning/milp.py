@@ -288,7 +288,8 @@ class _Program:
             self.program.optimize(max_seconds=time_limit_seconds)
         if not self.program.num_solutions:
             return {}
-        missing = {tier: math.ceil(slack[tier].x * self.byte_unit) for tier in Tier}
+        # Less than this is the solver's tolerance.
+        missing = {tier: math.ceil(slack[tier].x * self.byte_unit - 1e-3) for tier in Tier}
         return {tier: value for tier, value in missing.items() if value > 1e-7 * self.byte_unit}
 
 

@@ -123,16 +123,19 @@ class Problem:
         return self.seconds(Operation(0, Kind.UPDATE, Resource.CPU, layer, None, 0))
 
 
+Number = float | int
+
+
 class Affine:
     """constant + sum of coefficient * variable, by variable number."""
 
     __slots__ = ("constant", "terms")
 
-    def __init__(self, constant: float = 0.0, terms: Mapping[int, float] | None = None) -> None:
-        self.constant = constant
-        self.terms = dict(terms) if terms else {}
+    def __init__(self, constant: Number = 0.0, terms: Mapping[int, Number] | None = None) -> None:
+        self.constant = float(constant)
+        self.terms: dict[int, Number] = dict(terms) if terms else {}
 
-    def __add__(self, other: Affine | float) -> Affine:
+    def __add__(self, other: Affine | Number) -> Affine:
         total = Affine(self.constant, self.terms)
         if isinstance(other, Affine):
             total.constant += other.constant
@@ -146,13 +149,13 @@ class Affine:
 
     __radd__ = __add__
 
-    def __sub__(self, other: Affine | float) -> Affine:
+    def __sub__(self, other: Affine | Number) -> Affine:
         return self + other * -1.0
 
-    def __rsub__(self, other: float) -> Affine:
+    def __rsub__(self, other: Number) -> Affine:
         return self * -1.0 + other
 
-    def __mul__(self, factor: float) -> Affine:
+    def __mul__(self, factor: Number) -> Affine:
         return Affine(
             self.constant * factor, {v: c * factor for v, c in self.terms.items()} if factor else {}
         )

@@ -29,7 +29,7 @@ Update = Literal["deferred", "immediate"]
 #: Reload distances worth replaying: further ahead hides a parameter slab on the same link.
 _RELOAD_AHEAD = (1, 2, 3, 4, 6)
 #: Tokens of the microbatch for which sets of residuals are weighed.
-_USUAL_TOKENS = 16384
+_USUAL_TOKENS = 8192
 #: Layers per segment that the search considers.
 LONGEST_SEGMENT = 4
 
@@ -165,7 +165,7 @@ def problem_of(request: Request, settings: Plan) -> Problem:
     rows = settings.microbatch_rows
     costs, sizes = request.costs(rows), request.sizes(rows)
     # The same sets for every microbatch size: which are worth keeping hardly depends on it.
-    usual = request.costs(_usual_rows(request))
+    usual = request.costs(max(1, _USUAL_TOKENS // request.sequence_length) * request.devices)
     kinds = dict.fromkeys(layer.kind for layer in request.spec.layers[1:-1])
     sets = {kind: [found.names for found in usual.save_sets(kind)] for kind in kinds}
     nvme = request.capacity[Tier.NVME] > 0
@@ -185,14 +185,24 @@ def problem_of(request: Request, settings: Plan) -> Problem:
     )
 
 
-def _usual_rows(request: Request) -> int:
-    """A microbatch that keeps a device busy without filling it."""
-    fitting = [
-        rows
-        for rows in divisors(request.rows // request.devices)
-        if rows * request.sequence_length <= _USUAL_TOKENS
-    ]
-    return (fitting[-1] if fitting else 1) * request.devices
+def lean_problem(request: Request, settings: Plan) -> Problem:
+    """The same with nothing kept inside layers and no residents: what matters to whether it fits."""
+    rows = settings.microbatch_rows
+    nvme = request.capacity[Tier.NVME] > 0
+    sizes = request.sizes(rows)
+    return Problem(
+        settings=settings,
+        sizes=sizes,
+        seconds=request.costs(rows).operation_seconds,
+        saves=(({},),) * len(request.spec.layers),
+        capacity=request.capacity,
+        static_host_bytes=request.static_host_bytes,
+        working_bytes=request.costs(rows).working_bytes,
+        longest_segment=LONGEST_SEGMENT,
+        nvme_boundaries=nvme,
+        nvme_states=nvme and any(layer.state_bytes for layer in sizes.layers),
+        residents=False,
+    )
 
 
 def find_plan(
@@ -255,7 +265,8 @@ def find_plan(
         progress(f"{_name(attempt.settings)}: {solution.period_seconds:.3f} s, bound {bound:.3f} s")
     bound = min((attempt.bound_seconds for attempt in attempts), default=math.inf)
     if best is None or best_settings is None:
-        shortfall = nearest_miss(problems)
+        lean = [lean_problem(request, attempt.settings) for attempt in attempts]
+        shortfall = nearest_miss(lean)
         return Found(None, tuple(attempts), math.inf, bound, shortfall, time.monotonic() - begun)
     plan = tune(request, best)
     elapsed = time.monotonic() - begun
@@ -359,7 +370,7 @@ def feasible(request: Request) -> bool:
         for settings in settings_of(dataclasses.replace(request, microbatches=request.microbatches or finest))
         if settings.handoff in handoffs
     ]
-    return any(not memory_shortfall(problem_of(request, settings)) for settings in candidates)
+    return any(not memory_shortfall(lean_problem(request, settings)) for settings in candidates)
 
 
 def _deeper_one_fits(settings: Plan, bounds: Sequence[Attempt]) -> bool:

@@ -46,7 +46,8 @@ def peak_bytes(
 ) -> dict[Tier, Float64[np.ndarray, "..."]]:
     """The largest row of each tier for complete assignments."""
     return {
-        tier: np.max([row.bytes.value(values) for row in rows if row.tier is tier], axis=0) for tier in Tier
+        tier: np.asarray(np.max([row.bytes.value(values) for row in rows if row.tier is tier], axis=0))
+        for tier in Tier
     }
 
 

@@ -1,0 +1,123 @@
+"""The program against brute force, the replay and the schedule's own count of memory."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from experiments.benchmarks.planner_exactness import (
+    all_plans,
+    best_by_force,
+    check,
+    periods,
+    random_problem,
+)
+from lazyjax.planning.milp import memory_shortfall, relaxed_period, solve, solvers, window_period
+from lazyjax.planning.plan import PlanError
+from lazyjax.planning.schedule import build_schedule
+from lazyjax.planning.verify import state_bytes_per_tier
+from lazyjax.planning.window_memory import memory_rows, peak_bytes
+from lazyjax.planning.windows import WindowModel
+from lazyjax.specs import Tier
+from tests.planning.chains import random_plans
+
+
+@pytest.mark.parametrize("solver", ["CBC", "HIGHS"])
+@pytest.mark.parametrize("seed", range(12))
+def test_program_equals_brute_force(seed, solver):
+    if solver not in solvers():
+        pytest.skip("no HiGHS library that Python-MIP can load")
+    force, period, objective = check(seed, 1500, solver)
+    assert period == pytest.approx(force, rel=1e-6)
+    assert objective == pytest.approx(force, rel=1e-6)
+
+
+@pytest.mark.parametrize("first", [1000, 1010])
+def test_objective_is_the_replayed_period_and_peaks_keep_within_capacity(first):
+    solved = 0
+    for seed in range(first, first + 10):
+        problem = random_problem(seed, most_blocks=4, most_plans=None)
+        solution = solve(problem, relative_gap=1e-6)
+        if solution.plan is None:
+            assert sum(solution.shortfall_bytes.values()) > 0
+            continue
+        solved += 1
+        assert solution.objective_seconds == pytest.approx(solution.period_seconds, rel=1e-6)
+        assert solution.bound_seconds <= solution.period_seconds * (1 + 1e-6)
+        peak = build_schedule(solution.plan, problem.sizes).peak_bytes()
+        static = state_bytes_per_tier(solution.plan, problem.sizes)
+        for tier in Tier:
+            assert peak[tier] + static[tier] <= problem.capacity[tier]
+    assert solved >= 4
+
+
+def test_memory_rows_bound_the_schedules_own_count():
+    closeness = []
+    for seed in range(16):
+        problem, plans = random_plans(seed)
+        model = WindowModel(problem)
+        rows = memory_rows(model)
+        for plan in plans:
+            bound = peak_bytes(rows, model.choices.complete(model.choices.encode(plan)))
+            peak = build_schedule(plan, problem.sizes).peak_bytes()
+            static = state_bytes_per_tier(plan, problem.sizes)
+            for tier in Tier:
+                assert peak[tier] + static[tier] <= bound[tier] + 1e-6
+            closeness.append(peak[Tier.DEVICE] / float(bound[Tier.DEVICE]))
+    assert np.median(closeness) > 0.8
+
+
+def test_decisions_survive_encoding():
+    for seed in range(8):
+        problem, plans = random_plans(seed)
+        choices = WindowModel(problem).choices
+        for plan in plans:
+            assert choices.decode(choices.encode(plan), "random") == plan
+
+
+def test_encoding_refuses_what_is_not_open():
+    problem, plans = random_plans(1, 1)
+    closed = dataclasses.replace(problem, saves=tuple(({},) for _ in problem.saves), residents=False)
+    layers = tuple(layer.model_copy(update={"state": "nvme"}) for layer in plans[0].layers)
+    with pytest.raises(PlanError, match="open"):
+        WindowModel(dataclasses.replace(closed, nvme_states=False)).choices.encode(
+            plans[0].model_copy(
+                update={"layers": tuple(layer.model_copy(update={"saved": {}}) for layer in layers)}
+            )
+        )
+
+
+def test_batched_replay_agrees_with_the_simulator():
+    problem = random_problem(4, most_plans=1500)
+    model = WindowModel(problem)
+    plans = all_plans(model, np.random.default_rng(0), most=8)
+    batched, settled = periods(model, plans)
+    for values, period in zip(plans[settled], batched[settled], strict=True):
+        assert window_period(model, values) == pytest.approx(float(period), rel=1e-9)
+
+
+def test_relaxation_and_cutoff():
+    problem = next(p for p in map(random_problem, range(50)) if solve(p).plan is not None)
+    solution = solve(problem, relative_gap=1e-9)
+    assert relaxed_period(problem) <= solution.period_seconds * (1 + 1e-9)
+    assert solve(problem, cutoff_seconds=solution.period_seconds * 0.99).plan is None
+    again = solve(problem, warm_start=solution.plan, relative_gap=1e-9)
+    assert again.period_seconds == pytest.approx(solution.period_seconds, rel=1e-9)
+
+
+def test_shortfall_is_exactly_what_is_missing():
+    problem = next(
+        p
+        for p in map(random_problem, range(50))
+        if solve(p).plan is not None and p.capacity[Tier.DEVICE] > 100
+    )
+    assert memory_shortfall(problem) == {}
+    capacity = {**problem.capacity, Tier.DEVICE: 0}
+    missing = memory_shortfall(dataclasses.replace(problem, capacity=capacity))
+    assert set(missing) == {Tier.DEVICE}
+    enough = {**capacity, Tier.DEVICE: missing[Tier.DEVICE]}
+    assert memory_shortfall(dataclasses.replace(problem, capacity=enough)) == {}
+    assert math.isfinite(best_by_force(dataclasses.replace(problem, capacity=enough)))
+    short = {**capacity, Tier.DEVICE: missing[Tier.DEVICE] - 1}
+    assert best_by_force(dataclasses.replace(problem, capacity=short)) == math.inf
