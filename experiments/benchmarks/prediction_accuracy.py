@@ -15,6 +15,7 @@ import itertools
 import pathlib
 import statistics
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from experiments.benchmarks.gpu_check import random_batch, random_store
 from experiments.benchmarks.provenance import provenance
@@ -24,13 +25,14 @@ from lazyjax.execution.executor import Executor
 from lazyjax.execution.host_update import HostUpdates
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.hardware.measure import MeasureOptions, measure_profile
+from lazyjax.hardware.profile import HardwareProfile, load_profile
 from lazyjax.models.architecture import Qwen2Architecture, Rope
 from lazyjax.models.registry import build_template
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning.baselines import keep_all, megatrain, recompute_all
-from lazyjax.planning.costs import Costs, template_costs
+from lazyjax.planning.costs import Costs, MeasuredKey, template_costs
 from lazyjax.planning.machine import block_shapes, update_probe
 from lazyjax.planning.plan import Boundary, LayerPlan, Plan
 from lazyjax.planning.schedule import build_schedule
@@ -82,42 +84,79 @@ def plans(template: ModelTemplate, rows: int, length: int) -> dict[str, Plan]:
     }
 
 
-def calibrated_costs(
-    template: ModelTemplate, kernels: Kernels, chosen: Sequence[Plan], optimizer_name: str
-) -> Costs:
-    """Costs of microbatches as in `chosen`, from this machine's rates and timed kernels."""
-    rows, length = chosen[0].microbatch_rows, chosen[0].sequence_length
+class Findings(NamedTuple):
+    """Medians over all rounds: seconds and counted device bytes per plan, and calibrated costs."""
+
+    seconds: dict[str, float]
+    peak_device_bytes: dict[str, int]
+    costs: Costs
+
+
+def alternate(
+    template: ModelTemplate, chosen: dict[str, Plan], batch: Batch, optimizer_name: str, rounds: int
+) -> Findings:
+    """Measures rates, times kernels and trains under every plan, again and again.
+
+    All three share every round, so that a machine whose speed drifts gives each the same share of
+    slow moments.
+    """
+    kernels = Kernels(template, data_mesh(), compute_dtype=DTYPE, gradient_dtype=DTYPE)
+    optimizer = make_host_optimizer(optimizer_name)
+    first = next(iter(chosen.values()))
+    rows, length = first.microbatch_rows, first.sequence_length
     options = MeasureOptions(
-        block_shapes(template, rows * length), DTYPE, transfer_bytes=2**22, update_elements=2**22
+        block_shapes(template, rows * length), DTYPE, transfer_bytes=2**22, update_elements=2**22, repeats=3
     )
-    profile = measure_profile("here", options, {optimizer_name: update_probe(optimizer_name)})
-    costs = template_costs(
-        template, profile, rows=rows, sequence_length=length, optimizer=make_host_optimizer(optimizer_name),
-        compute_dtype=DTYPE, gradient_dtype=DTYPE,
-    )  # fmt: skip
-    keys = kernels_of([build_schedule(plan, costs.sizes) for plan in chosen], kernels)
-    found = calibrate(kernels, keys, rows=rows, sequence_length=length, working_sets=False)
-    return costs.with_measured(found.seconds)
+    probes = {optimizer_name: update_probe(optimizer_name)}
 
+    def costs_at(profile: HardwareProfile) -> Costs:
+        return template_costs(
+            template, profile, rows=rows, sequence_length=length, optimizer=optimizer,
+            compute_dtype=DTYPE, gradient_dtype=DTYPE,
+        )  # fmt: skip
 
-def measured(
-    kernels: Kernels, chosen: dict[str, Plan], batch: Batch, optimizer_name: str, rounds: int
-) -> dict[str, tuple[float, int]]:
-    """Median step seconds and counted device bytes of each plan, in alternating rounds."""
-    store = random_store(kernels.template, gradient_dtype=DTYPE)
-    updates = HostUpdates(store, make_host_optimizer(optimizer_name))
-    executor = Executor(kernels, next(iter(chosen.values())), store, updates, clip=ClipRule())
-    seconds: dict[str, list[float]] = {name: [] for name in chosen}
+    sizes = costs_at(load_profile("h800-paper")).sizes
+    keys = kernels_of([build_schedule(plan, sizes) for plan in chosen.values()], kernels)
+    store = random_store(template, gradient_dtype=DTYPE)
+    executor = Executor(kernels, first, store, HostUpdates(store, optimizer), clip=ClipRule())
+    profiles: list[HardwareProfile] = []
+    kernel_seconds: dict[MeasuredKey, list[float]] = {key: [] for key in keys}
+    step_seconds: dict[str, list[float]] = {name: [] for name in chosen}
     peak = dict.fromkeys(chosen, 0)
     for _ in range(rounds):
+        profiles.append(measure_profile("here", options, probes))
+        timed = calibrate(
+            kernels, keys, rows=rows, sequence_length=length, repeats=3, working_sets=False
+        ).seconds
+        for key in keys:
+            kernel_seconds[key].append(timed[key])
         for name, plan in chosen.items():
             executor.set_plan(plan)
             # The first steps compile and reach the steady state of deferred updates.
             results = [executor.train_step(batch, RATE) for _ in range(4)][2:]
-            seconds[name] += [result.seconds for result in results]
+            step_seconds[name] += [result.seconds for result in results]
             peak[name] = max(peak[name], *(result.peak_device_bytes for result in results))
     executor.close()
-    return {name: (statistics.median(seconds[name]), peak[name]) for name in chosen}
+    costs = costs_at(median_profile(profiles, optimizer_name))
+    return Findings(
+        {name: statistics.median(seconds) for name, seconds in step_seconds.items()},
+        peak,
+        costs.with_measured({key: statistics.median(seconds) for key, seconds in kernel_seconds.items()}),
+    )
+
+
+def median_profile(profiles: Sequence[HardwareProfile], optimizer: str) -> HardwareProfile:
+    """The profile whose every rate is the median of the measured ones."""
+
+    def median(figure: str) -> float:
+        return statistics.median(getattr(profile, figure) for profile in profiles)
+
+    rates = ("h2d_bytes_per_second", "d2h_bytes_per_second", "duplex_factor", "matmul_flops_per_second")
+    updates = statistics.median(p.host_update_parameters_per_second[optimizer] for p in profiles)
+    return profiles[0].model_copy(
+        update={rate: median(rate) for rate in rates}
+        | {"host_update_parameters_per_second": {optimizer: updates}}
+    )
 
 
 def main() -> None:
@@ -133,15 +172,12 @@ def main() -> None:
     options = parser.parse_args()
     template = model(options.blocks)
     chosen = plans(template, options.rows, options.length)
-    kernels = Kernels(template, data_mesh(), compute_dtype=DTYPE, gradient_dtype=DTYPE)
-    costs = calibrated_costs(template, kernels, list(chosen.values()), options.optimizer)
-    predicted = {}
-    for name, plan in chosen.items():
-        schedule = build_schedule(plan, costs.sizes)
-        simulation = simulate(schedule, costs.operation_seconds)
-        predicted[name] = (simulation.period_seconds, simulation.peak_bytes[Tier.DEVICE])
     batch = random_batch(options.rows, options.length, template.spec.vocabulary_size)
-    found = measured(kernels, chosen, batch, options.optimizer, options.rounds)
+    found = alternate(template, chosen, batch, options.optimizer, options.rounds)
+    predicted, predicted_bytes = {}, {}
+    for name, plan in chosen.items():
+        simulation = simulate(build_schedule(plan, found.costs.sizes), found.costs.operation_seconds)
+        predicted[name], predicted_bytes[name] = simulation.period_seconds, simulation.peak_bytes[Tier.DEVICE]
     lines = [
         f"# Predicted and measured steps, {template.spec.parameter_count / 1e6:.1f} M parameters, "
         f"{options.rows} x {options.length} tokens, {DTYPE}",
@@ -151,15 +187,14 @@ def main() -> None:
         "| plan | simulated s | measured s | simulated / measured | device MB simulated | measured |",
         "|---|---|---|---|---|---|",
     ]
-    for name in chosen:
-        (expected, expected_bytes), (seconds, peak) = predicted[name], found[name]
+    for name, seconds in found.seconds.items():
         lines.append(
-            f"| {name} | {expected:.3f} | {seconds:.3f} | {expected / seconds:.3f} | "
-            f"{expected_bytes / 1e6:.2f} | {peak / 1e6:.2f} |"
+            f"| {name} | {predicted[name]:.3f} | {seconds:.3f} | {predicted[name] / seconds:.3f} | "
+            f"{predicted_bytes[name] / 1e6:.2f} | {found.peak_device_bytes[name] / 1e6:.2f} |"
         )
     pairs = list(itertools.combinations(chosen, 2))
-    agreeing = sum((predicted[a][0] < predicted[b][0]) == (found[a][0] < found[b][0]) for a, b in pairs)
-    worst = max(abs(predicted[name][0] / found[name][0] - 1) for name in chosen)
+    agreeing = sum((predicted[a] < predicted[b]) == (found.seconds[a] < found.seconds[b]) for a, b in pairs)
+    worst = max(abs(predicted[name] / found.seconds[name] - 1) for name in chosen)
     lines += ["", f"Worst deviation {worst:.1%}; {agreeing} of {len(pairs)} pairs in the same order."]
     text = "\n".join(lines) + "\n"
     print(text)
