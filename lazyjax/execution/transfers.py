@@ -2,7 +2,7 @@
 
 Parameters cross as slabs, activations as arrays in `pinned_host` memory, gradients through
 `pinned_host` into their host slab. Every copy is explicit, so a transfer guard finds the others.
-On a CPU backend the same code runs; the copies are then real copies within host memory.
+On a CPU backend the same code runs; a copy may then be an alias, and bytes are counted all the same.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Transfers:
     def slab_to_device(self, slabs: LayerSlabs) -> DeviceSlab:
         """Starts the copy of a layer's parameters.
 
-        The slabs must not change until the copy is ready; `may_alias` is off because on a CPU
-        backend the device array would otherwise be the slab itself.
+        The slabs must not change until the last kernel that uses the result has finished: on a CPU
+        backend JAX makes a page-aligned slab itself the device array, also where `may_alias` is
+        off. Updates keep to this, as they follow the norm, and the norm follows every kernel.
         """
         halves = (slabs.hi, slabs.lo) if self._both_halves else (slabs.hi,)
         return tuple(jax.device_put(half, self._device, may_alias=False) for half in halves)
