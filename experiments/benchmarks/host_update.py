@@ -6,7 +6,8 @@
 Every method updates the same number of elements; rounds are interleaved, so that a disturbance meets
 all of them, and medians are compared. `--peer-python` names an interpreter with torch and deepspeed.
 Ours read bf16 gradients and stream bf16 halves of fp32 master weights (14 bytes per element); the
-others update fp32 parameters with fp32 gradients and state (28 bytes), as those systems do.
+others update fp32 parameters with fp32 gradients and state (28 bytes), as those systems do. Threads are
+bound to CPUs, the peers' too.
 
 The memory bound is an in-place addition over 7 bytes per element (14 bytes read and written), in the
 same number of threads. The cache-resident run repeats one chunk per thread that stays in the cache:
@@ -27,6 +28,7 @@ import os
 import pathlib
 import statistics
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -41,10 +43,12 @@ from lazyjax.optim.adamw import Bf16AdamW, Fp32AdamW
 from lazyjax.optim.base import VERSION, HostOptimizer
 from lazyjax.optim.chunks import coded_chunks
 from lazyjax.optim.host8bit import Hybrid8bit
-from lazyjax.optim.native.library import HYBRID_8BIT, StepScalars, library_file, load_library, shared_pool
+from lazyjax.optim.native.library import HYBRID_8BIT, StepScalars, library_file, load_library
 from lazyjax.specs import SlabLayout, TensorSpec, slab_layout
 from lazyjax.storage.host import LayerSlabs, aligned_zeros
 
+#: Before every measurement: threads of the method before (OpenMP's, XLA's) spin for a while.
+PAUSE_SECONDS = 0.1
 PEER = pathlib.Path(__file__).with_name("peer_update.py")
 
 
@@ -61,6 +65,12 @@ def timed(function: Callable[[], Any]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
+
+
+def cpus(threads: int) -> tuple[int, ...]:
+    """As many CPUs of this process as there are threads, if it has them; else none are bound."""
+    usable = tuple(sorted(os.sched_getaffinity(0)))
+    return usable[:threads] if len(usable) >= threads else ()
 
 
 def one_matrix(elements: int) -> SlabLayout:
@@ -124,7 +134,13 @@ def memory_method(elements: int, threads: int) -> Method:
     words = aligned_zeros(elements * 7 // 4, "float32", purpose="benchmark")
     words[:] = 1.0
     parts = np.array_split(words, threads * 16)
-    pool = concurrent.futures.ThreadPoolExecutor(threads)
+    unbound = list(cpus(threads))
+
+    def bind() -> None:
+        if unbound:
+            os.sched_setaffinity(0, {unbound.pop()})
+
+    pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=bind)
     one = np.float32(1e-3)
 
     def run() -> None:
@@ -138,7 +154,7 @@ class Peer:
     """torch and DeepSpeed in their own interpreter."""
 
     def __init__(self, python: pathlib.Path, elements: int, threads: int) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_PROC_BIND": "true"}
         command = [str(python), str(PEER), str(elements), str(threads)]
         self._process = subprocess.Popen(
             command,
@@ -184,32 +200,35 @@ class Peer:
 
 
 def cache_resident_rate(path: str, threads: int) -> float:
-    """Elements per second of the 8-bit kernel on 16384 elements per thread, over and over."""
+    """Elements per second of the 8-bit kernel; each thread repeats 16384 elements of its own."""
     library = load_library()
     assert library is not None
-    layout = one_matrix(16384 * threads)
-    optimizer = Hybrid8bit(threads=threads, path=path)
-    slabs, state = make_slabs(layout), optimizer.create_state(layout)
+    layout = one_matrix(16384)
+    optimizer = Hybrid8bit(path=path)
     scalars = StepScalars.of(
         b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01, learning_rate=1e-5, count=10, scale=1e-4
     )
-    repeats = 500
+    repeats = 2000
     chunks = np.tile(coded_chunks(layout, 4096, 1.0).chunks, repeats)
-    arrays = {name: array for name, array in state.items() if name != VERSION}
+    bound = cpus(threads)
 
-    def run() -> None:
-        library.run(
-            pool=shared_pool(threads, ()),
-            path=path,
-            method=HYBRID_8BIT,
-            slabs=slabs,
-            state=arrays,
-            chunks=chunks,
-            scalars=scalars,
+    def repeat(thread: int) -> None:
+        if threads > 1 and bound:
+            os.sched_setaffinity(0, {bound[thread]})
+        slabs, state = make_slabs(layout), optimizer.create_state(layout)
+        arrays = {name: array for name, array in state.items() if name != VERSION}
+        run = functools.partial(
+            library.run, pool=None, path=path, method=HYBRID_8BIT, slabs=slabs, state=arrays, scalars=scalars
         )
+        run(chunks=chunks[:10])
+        start.wait()
+        seconds[thread] = min(timed(lambda: run(chunks=chunks)) for _ in range(5))
 
-    run()
-    return layout.length * repeats / statistics.median(timed(run) for _ in range(5))
+    start = threading.Barrier(threads)
+    seconds = [0.0] * threads
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        list(pool.map(repeat, range(threads)))
+    return sum(layout.length * repeats / elapsed for elapsed in seconds)
 
 
 def report(arguments: argparse.Namespace) -> str:
@@ -220,12 +239,13 @@ def report(arguments: argparse.Namespace) -> str:
         raise SystemExit("the native kernels are not built; install the package again with a C++ compiler")
     slabs = make_slabs(one_matrix(elements))
     ours = {
-        f"ours, 8-bit state, {path}": Hybrid8bit(threads=threads, path=path) for path in library.paths[::-1]
+        f"ours, 8-bit state, {path}": Hybrid8bit(threads=threads, cpus=cpus(threads), path=path)
+        for path in library.paths[::-1]
     }
     best = next(iter(ours))
     others: dict[str, HostOptimizer] = {
-        "ours, fp32 state": Fp32AdamW(threads=threads),
-        "ours, bf16 parameters with fp32 state": Bf16AdamW(threads=threads),
+        "ours, fp32 state": Fp32AdamW(threads=threads, cpus=cpus(threads)),
+        "ours, bf16 parameters with fp32 state": Bf16AdamW(threads=threads, cpus=cpus(threads)),
     }
     methods = [our_method(name, optimizer, slabs) for name, optimizer in {**ours, **others}.items()]
     methods += [memory_method(elements, threads), xla_method(elements)]
@@ -236,6 +256,7 @@ def report(arguments: argparse.Namespace) -> str:
     seconds: dict[str, list[float]] = {method.name: [] for method in methods}
     for round_number in range(arguments.rounds + 1):
         for method in methods:
+            time.sleep(PAUSE_SECONDS)
             elapsed = method.run()
             if round_number:  # the first round warms up
                 seconds[method.name].append(elapsed)
@@ -280,7 +301,7 @@ def arithmetic_report(threads: int) -> list[str]:
 def main() -> None:
     """Prints the report, and writes it where asked to."""
     parser = argparse.ArgumentParser(description="Speed of host updates.")
-    parser.add_argument("--elements", type=int, default=64 << 20)
+    parser.add_argument("--elements", type=int, default=64_000_000)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--peer-python", type=pathlib.Path, help="interpreter with torch and deepspeed")

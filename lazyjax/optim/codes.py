@@ -29,13 +29,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int8, Int32, UInt8
 
 #: Format of codes and scales; states of another version are refused. Names code and rounding.
-CODES_VERSION = "m4-nearest-value,v8-r2"
+CODES_VERSION = "m4-nearest-value,v8-r2,2"
 
 M_LARGEST, M_ROOT = 127, 2
 V_LARGEST, V_ROOT = 255, 3
 
 _MAGNITUDE_MASK = 0x7FFFFFFF
 _MIN_NORMAL_BITS = 0x00800000
+#: Blocks whose largest m is below 2^-96 (1.3e-29) store zeros: what they do to an update vanishes beside
+#: eps, all codes of other blocks are normal numbers, and zero rounds to code 0 by itself.
+_SMALLEST_SCALE_M_BITS = 0x0F800000
+_LARGEST_BITS = 0x7F7FFFFF
 
 
 class CodedMoment(NamedTuple):
@@ -82,13 +86,16 @@ def encode_m(m_KS: Float32[Array, "K S"]) -> CodedMoment:
     """Codes of a signed, finite moment, -127 to 127."""
     bits_KS = _bits(m_KS)
     magnitude_KS = bits_KS & _MAGNITUDE_MASK
-    scale_bits_K = magnitude_KS.max(axis=1)
-    position_KS = _position(magnitude_KS, scale_bits_K, M_LARGEST, M_ROOT)
+    largest_K = magnitude_KS.max(axis=1)
+    counts_K = largest_K >= _SMALLEST_SCALE_M_BITS
+    # Relative to the largest number there is, no m of a block that does not count reaches code 1.
+    reference_K = jnp.where(counts_K, largest_K, _LARGEST_BITS)
+    position_KS = _position(magnitude_KS, reference_K, M_LARGEST, M_ROOT)
     # The product is exact, so that it does not matter whether XLA fuses it with the sum.
     offset_KS = jnp.minimum(0.5, position_KS * 0.015625 + 0.25)
-    code_KS = _round(position_KS, offset_KS, magnitude_KS)
+    code_KS = (position_KS + offset_KS).astype(jnp.int32)
     code_KS = jnp.where(bits_KS < 0, -code_KS, code_KS)
-    return CodedMoment(code_KS.astype(jnp.int8), _float(scale_bits_K))
+    return CodedMoment(code_KS.astype(jnp.int8), _float(jnp.where(counts_K, largest_K, 0)))
 
 
 def decode_m(coded: CodedMoment) -> Float32[Array, "K S"]:

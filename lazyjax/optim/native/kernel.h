@@ -11,6 +11,10 @@ namespace hostupdate {
 constexpr int32_t kBits127 = 0x42FE0000;  // bits of 127.0f, the largest code of m
 constexpr int32_t kBits255 = 0x437F0000;  // bits of 255.0f, the largest code of v
 constexpr int32_t kMinNormal = 0x00800000;
+constexpr int32_t kLargestBits = 0x7F7FFFFF;
+// Blocks whose largest m is below 2^-96 store zeros: all codes of the others are then normal numbers,
+// and zero rounds to code 0 by itself.
+constexpr int32_t kSmallestScaleM = 0x0F800000;
 constexpr int kRootM = 2;  // m is stored as the 2^2-th root of its size relative to the block's largest
 constexpr int kRootV = 3;  // v likewise with the 2^3-th root
 
@@ -81,20 +85,21 @@ struct Kernel {
   // Bits of a code's magnitude: bits(scale) + 2^kRoot (bits(code) - bits(largest code)), where the
   // shift drops the code's sign; code 0 is zero.
   template <int kRoot>
-  static inline I decode_bits(I code, F code_value, I offset) {
-    const I bits = V::add(V::template shift_left<kRoot>(V::as_int(code_value)), offset);
-    return V::zero_where_zero(V::max(bits, V::set_int(kMinNormal)), code);
+  static inline I decode_bits(F code, I offset) {
+    return V::add(V::template shift_left<kRoot>(V::as_int(code)), offset);
   }
 
   static inline F decode_m(const int8_t* codes, I offset) {
     const I code = V::load_s8(codes);
     const F value = V::to_float(code);
-    return V::with_sign_of(V::as_float(decode_bits<kRootM>(code, value, offset)), value);
+    const I bits = V::zero_where_zero(decode_bits<kRootM>(value, offset), code);
+    return V::with_sign_of(V::as_float(bits), value);
   }
 
   static inline F decode_v(const uint8_t* codes, I offset) {
     const I code = V::load_u8(codes);
-    return V::as_float(decode_bits<kRootV>(code, V::to_float(code), offset));
+    const I bits = decode_bits<kRootV>(V::to_float(code), offset);
+    return V::as_float(V::zero_where_zero(V::max(bits, V::set_int(kMinNormal)), code));
   }
 
   template <int kRoot>
@@ -115,7 +120,7 @@ struct Kernel {
     const I magnitude = V::bit_and(V::as_int(m), V::set_int(0x7FFFFFFF));
     const F at = position<kRootM>(magnitude, scale_bits, kBits127);
     const F offset = V::min(V::set(0.5f), V::add(V::mul(at, V::set(0.015625f)), V::set(0.25f)));
-    return V::zero_where_zero(V::truncate(V::with_sign_of(V::add(at, offset), m)), magnitude);
+    return V::truncate(V::with_sign_of(V::add(at, offset), m));
   }
 
   static inline I encode_v(F v, I scale_bits, F offset) {
@@ -181,23 +186,29 @@ struct Kernel {
           m_largest = V::max(m_largest, V::bit_and(V::as_int(m[half]), V::set_int(0x7FFFFFFF)));
           v_largest = V::max(v_largest, V::as_int(v[half]));
         }
-        update_split_master(slabs.hi + i + k, slabs.lo + i + k, m, v, c);
       }
       const int32_t m_bits = V::reduce_max(m_largest);
       const int32_t v_bits = V::reduce_max(v_largest);
-      slabs.m_scales[block] = as_scale(m_bits);
+      const bool m_counts = m_bits >= kSmallestScaleM;
+      slabs.m_scales[block] = as_scale(m_counts ? m_bits : 0);
       slabs.v_scales[block] = as_scale(v_bits);
-      const I m_scale_bits = V::set_int(m_bits);
+      const I m_scale_bits = V::set_int(m_counts ? m_bits : kLargestBits);  // no m reaches code 1 then
       const I v_scale_bits = V::set_int(v_bits);
       for (int k = 0; k < kBlock; k += 2 * kPair) {
-        I m[4], v[4];
-        for (int quarter = 0; quarter < 4; ++quarter) {
-          const int at = k + quarter * V::kLanes;
-          m[quarter] = encode_m(V::load(m_new + at), m_scale_bits);
-          v[quarter] = encode_v(V::load(v_new + at), v_scale_bits, V::load(dither + at));
+        I m_code[4], v_code[4];
+        for (int pair = 0; pair < 2; ++pair) {
+          const int at = k + pair * kPair;
+          const F m[2] = {V::load(m_new + at), V::load(m_new + at + V::kLanes)};
+          const F v[2] = {V::load(v_new + at), V::load(v_new + at + V::kLanes)};
+          update_split_master(slabs.hi + i + at, slabs.lo + i + at, m, v, c);
+          for (int half = 0; half < 2; ++half) {
+            const F offset = V::load(dither + at + half * V::kLanes);
+            m_code[2 * pair + half] = encode_m(m[half], m_scale_bits);
+            v_code[2 * pair + half] = encode_v(v[half], v_scale_bits, offset);
+          }
         }
-        V::store_s8(m_codes + k, m);
-        V::store_u8(v_codes + k, v);
+        V::store_s8(m_codes + k, m_code);
+        V::store_u8(v_codes + k, v_code);
       }
     }
   }
