@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int8, Int32, UInt8
 
 #: Format of codes and scales; states of another version are refused. Names code and rounding.
-CODES_VERSION = "m4-nearest-value,v8-r2,2"
+CODES_VERSION = "m4-nearest-value,v8-r2"
 
 M_LARGEST, M_ROOT = 127, 2
 V_LARGEST, V_ROOT = 255, 3
