@@ -34,7 +34,8 @@ from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.storage.host import allocate_host_store
 from lazyjax.training.learning_rate import learning_rates
-from lazyjax.training.setup import Batches, choose_plan, make_optimizer, read_architecture, read_batches
+from lazyjax.training.planning import choose_plan
+from lazyjax.training.setup import Batches, make_optimizer, read_architecture, read_batches
 
 CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "qwen27b_smoke.yaml"
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -42,7 +43,7 @@ SOURCES = ("lazyjax", "experiments/benchmarks/optimizer_training.py", "experimen
 OPTIMIZERS = ("fp32_adamw", "hybrid8bit")
 SEEDS = (0, 1, 2)
 CLIP_NORMS = (1.0, 0.01)
-EVALUATED_ROWS = 400
+EVALUATED_ROWS = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +170,7 @@ def main() -> None:
     """Trains what has not been trained yet, prints and writes the table."""
     parser = argparse.ArgumentParser(description="Final losses with 8-bit and with fp32 optimizer state.")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--folder", type=pathlib.Path, default=RESULTS)
     arguments = parser.parse_args()
