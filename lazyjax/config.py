@@ -156,10 +156,13 @@ class PlanConfig(_Group):
         handoff: where activations wait between a layer and the next.
         devices: how many share every batch and every slab.
         nvme_folder: a folder on an NVMe drive; without one, plans use host memory instead.
-        hardware: profile of the machine, by preset name or file; the `milp` planner needs it.
+        hardware: profile of the machine, by preset name or file, or `calibrate` to measure this
+            one when training starts; the `milp` planner needs it.
         device_bytes: device memory the `milp` planner may use, instead of the profile's figure.
         host_bytes: the same for host memory.
         time_limit_seconds: of the `milp` planner's search.
+        replan_after_steps: steps after which measured times replace predicted ones and the plan is
+            solved again; one that is better by more than 3 % then replaces it. Off by default.
 
     The five keys from microbatches to handoff are the planner's choice where they are left out.
     """
@@ -177,13 +180,18 @@ class PlanConfig(_Group):
     device_bytes: ByteCount | None = None
     host_bytes: ByteCount | None = None
     time_limit_seconds: Annotated[float, pydantic.Field(gt=0)] = 60.0
+    replan_after_steps: PositiveInt | None = None
 
     @pydantic.model_validator(mode="after")
     def _milp_knows_the_machine(self) -> PlanConfig:
+        words = "hardware: a preset name, a file made by `lazyjax profile`, or calibrate"
         if self.planner == "milp" and self.file is None and self.hardware is None:
-            raise ValueError("planner milp needs hardware: a preset name or a file made by `lazyjax profile`")
+            raise ValueError(f"planner milp needs {words}")
+        if self.replan_after_steps is not None and self.hardware is None:
+            raise ValueError(f"replan_after_steps needs {words}")
         for key in ("device_bytes", "host_bytes"):
-            if getattr(self, key) is not None and (self.planner != "milp" or self.file is not None):
+            solves = (self.planner == "milp" and self.file is None) or self.replan_after_steps is not None
+            if getattr(self, key) is not None and not solves:
                 raise ValueError(f"{key} limits the planner milp only; leave it out or choose planner milp")
         return self
 

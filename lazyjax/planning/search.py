@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from lazyjax.planning.layer_work import SaveSet
 from lazyjax.planning.milp import memory_shortfall, relaxed_period, solve
@@ -34,6 +34,7 @@ _USUAL_TOKENS = 8192
 LONGEST_SEGMENT = 4
 
 
+@runtime_checkable
 class CostModel(Protocol):
     """Seconds and working sets for microbatches of one size (see `lazyjax.planning.costs`)."""
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from lazyjax.training.metrics import EvaluationMetrics, StepMetrics
+from lazyjax.training.planning import Replan
 
 #: Steps whose mean time gives the time left; the first step, which compiles, soon drops out.
 _RECENT_STEPS = 10
@@ -55,6 +56,14 @@ class Display:
         self.say(
             f"evaluation {when}: loss {metrics.loss:.4f} over {metrics.target_tokens} target tokens "
             f"({metrics.seconds:.1f} s)"
+        )
+
+    def replan(self, outcome: Replan) -> None:
+        """Shows what came of planning again."""
+        self.say(
+            f"planned again after step {outcome.step}: {outcome.running_seconds:.3f} s a step as it runs, "
+            f"{outcome.candidate_seconds:.3f} s re-solved (simulated from measured times); "
+            + ("the new plan runs from now on" if outcome.swapped else "the plan stays")
         )
 
     def stop(self) -> None:

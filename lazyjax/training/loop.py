@@ -22,6 +22,7 @@ from lazyjax.timeline import Timeline
 from lazyjax.training.display import Display
 from lazyjax.training.interrupt import StopRequest
 from lazyjax.training.metrics import EvaluationMetrics, MetricsLog, StepMetrics, step_metrics
+from lazyjax.training.planning import Replan
 from lazyjax.training.run_folder import RunFolder
 
 Status = Literal["finished", "interrupted", "failed"]
@@ -78,6 +79,7 @@ class Trainer:
         parameter_count: N of the model TFLOPS.
         folder: where metrics, timeline and summary are written.
         facts: entries that the summary repeats (device, model, plan, ...).
+        after_step: gets every step and its result, and may answer with a plan made again.
     """
 
     def __init__(
@@ -91,10 +93,12 @@ class Trainer:
         folder: RunFolder,
         display: Display,
         facts: Mapping[str, Any],
+        after_step: Callable[[int, StepResult], Replan | None] = lambda step, result: None,
     ) -> None:
         self._executor, self._batches, self._evaluation = executor, batches, evaluation
         self._course, self._parameter_count = course, parameter_count
         self._folder, self._display, self._facts = folder, display, facts
+        self._after_step = after_step
         self._stop = StopRequest()
         self._steps: list[StepMetrics] = []
         self._evaluations: list[EvaluationMetrics] = []
@@ -155,6 +159,12 @@ class Trainer:
         self._steps.append(metrics)
         log.step(metrics)
         self._display.step(metrics)
+        outcome = self._after_step(step, result)
+        if outcome is not None:
+            if outcome.swapped:
+                self._folder.write_plan(outcome.plan, after_step=step)
+            log.replan(outcome)
+            self._display.replan(outcome)
 
     def _evaluate(self, step: int, log: MetricsLog) -> None:
         """Evaluates, unless someone waits for the run to stop: a part of the rows means nothing."""

@@ -17,6 +17,7 @@ from typing import Any
 from tensorboardX import SummaryWriter
 
 from lazyjax.execution.executor import StepResult
+from lazyjax.training.planning import Replan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,6 +106,19 @@ class MetricsLog:
     def evaluation(self, metrics: EvaluationMetrics) -> None:
         """Records one evaluation."""
         self._write("evaluation", metrics)
+
+    def replan(self, outcome: Replan) -> None:
+        """Records that the plan was solved again, and whether the new one runs from now on."""
+        record = {
+            "kind": "replan",
+            "step": outcome.step,
+            "running_seconds": outcome.running_seconds,
+            "candidate_seconds": outcome.candidate_seconds,
+            "plan": outcome.plan.fingerprint(),
+            "swapped": outcome.swapped,
+        }
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
 
     def close(self) -> None:
         """Flushes and closes both files."""

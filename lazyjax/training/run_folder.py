@@ -2,6 +2,7 @@
 
     config.yaml     the resolved configuration; `lazyjax train config.yaml` repeats the run
     plan.json       the plan that was executed
+    plan-after-step-N.json  the one that replaced it, where a run planned again
     metrics.jsonl   one JSON object per step and per evaluation
     tensorboard/    the same numbers for TensorBoard
     timeline.json   the last step's operations, for ui.perfetto.dev
@@ -53,9 +54,9 @@ class RunFolder:
         """Writes config.yaml."""
         (self.path / "config.yaml").write_text(dump_config(config))
 
-    def write_plan(self, plan: Plan) -> None:
-        """Writes plan.json."""
-        plan.save(self.path / "plan.json")
+    def write_plan(self, plan: Plan, *, after_step: int = 0) -> None:
+        """Writes plan.json, or the plan that replaces it after `after_step` steps."""
+        plan.save(self.path / (f"plan-after-step-{after_step}.json" if after_step else "plan.json"))
 
     def write_timeline(self, timelines: Sequence[Timeline]) -> None:
         """Writes timeline.json."""

@@ -26,10 +26,9 @@ from lazyjax.data.loader import Loader, Settings
 from lazyjax.data.sources import open_source
 from lazyjax.data.split import sample_rows, split_rows
 from lazyjax.data.tokens import tokenize
-from lazyjax.execution.executor import Executor
+from lazyjax.execution.executor import Executor, StepResult
 from lazyjax.execution.host_update import HostUpdates
 from lazyjax.execution.kernels import Kernels, data_mesh
-from lazyjax.hardware.profile import load_profile
 from lazyjax.huggingface.checkpoint import Checkpoint, bind, load_into, open_checkpoint, read_json_table
 from lazyjax.huggingface.export import export
 from lazyjax.models.architecture import Architecture
@@ -38,16 +37,13 @@ from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.base import HostOptimizer
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.make import make_host_optimizer
-from lazyjax.planning import cache
-from lazyjax.planning.baselines import BASELINES, without_nvme
-from lazyjax.planning.command import solve_cached
-from lazyjax.planning.plan import Plan, PlanError, load_plan, validate_plan
-from lazyjax.planning.request import build_request
+from lazyjax.planning.plan import Plan
 from lazyjax.specs import ModelSpec, item_bytes, slab_layout
 from lazyjax.storage.host import HostStore, allocate_host_store
 from lazyjax.training.display import Display, format_bytes
 from lazyjax.training.learning_rate import learning_rates
 from lazyjax.training.loop import Course, Trainer
+from lazyjax.training.planning import Replan, choose, make_replanner
 from lazyjax.training.run_folder import RunFolder, create_run_folder
 
 #: Left for Python, JAX and the batches when host memory is checked.
@@ -102,61 +98,6 @@ def read_batches(config: DataConfig, tokenizer: Tokenizer, evaluate_rows: int) -
     held_out = dataclasses.replace(settings, shuffle=False, partial="pad")
     sample_R = sample_rows(held_out_R, evaluate_rows, seed=config.seed)
     return Batches(training, Loader(rows, sample_R, held_out, padding_token=padding_token))
-
-
-def choose_plan(config: Config, template: ModelTemplate) -> Plan:
-    """The plan that a configuration asks for, checked against the model.
-
-    Raises:
-        PlanError: a plan file of another model, batch or version.
-    """
-    names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
-    batch = {"rows": config.data.rows, "sequence_length": config.data.sequence_length}
-    if config.plan.file is not None:
-        plan = load_plan(config.plan.file)
-        for key, value in batch.items():
-            if getattr(plan, key) != value:
-                raise PlanError(
-                    f"{config.plan.file}: {key} is {getattr(plan, key)}, but data.{key} is {value}"
-                )
-    else:
-        keys = ("microbatches", "prefetch", "backward_prefetch", "update", "handoff")
-        given = {key: getattr(config.plan, key) for key in keys if getattr(config.plan, key) is not None}
-        if config.plan.planner == "milp":
-            plan = _solve(config, template, given)
-        else:
-            plan = BASELINES[config.plan.planner](template.spec, names, **batch, **given)
-        if config.plan.nvme_folder is None:
-            plan = without_nvme(plan)
-    validate_plan(plan, template.spec, names)
-    if plan != without_nvme(plan) and config.plan.nvme_folder is None:
-        raise PlanError(f"{config.plan.file}: the plan uses NVMe; set plan.nvme_folder to a folder there")
-    rows, devices = plan.microbatch_rows, config.plan.devices
-    if rows % devices:
-        raise PlanError(f"plan.devices ({devices}) does not divide the {rows} rows of a microbatch")
-    return plan
-
-
-def _solve(config: Config, template: ModelTemplate, given: dict[str, Any]) -> Plan:
-    """The planner's plan for the machine in `plan.hardware`, or the one it found before."""
-    assert config.plan.hardware is not None
-    profile = load_profile(config.plan.hardware).model_copy(update={"devices": config.plan.devices})
-    request = build_request(
-        template,
-        profile,
-        rows=config.data.rows,
-        sequence_length=config.data.sequence_length,
-        optimizer=config.optimizer.name,
-        compute_dtype=config.model.compute_dtype,
-        gradient_dtype=config.optimizer.gradient_dtype,
-        device_bytes=config.plan.device_bytes,
-        host_bytes=config.plan.host_bytes,
-        nvme_bytes=None if config.plan.nvme_folder is not None else 0,
-    )
-    request = dataclasses.replace(request, **given)
-    seconds = config.plan.time_limit_seconds
-    plan, _ = solve_cached(request, cache.default_folder(), time_limit_seconds=seconds)
-    return plan
 
 
 def make_optimizer(config: Config) -> HostOptimizer:
@@ -271,7 +212,9 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         spec, optimizer, gradient_dtype=config.optimizer.gradient_dtype, devices=mesh.size
     )
     _check_host_memory(state_bytes, optimizer.name)
-    plan = choose_plan(config, template)
+    kernels = Kernels(template, mesh, config.model.compute_dtype, config.optimizer.gradient_dtype)
+    choice = choose(config, template, kernels)
+    plan, replanner = choice.plan, make_replanner(config, template, choice)
     tokenizer_folder = config.data.tokenizer or config.model.folder
     tokenizer = load_tokenizer(tokenizer_folder)
     if len(tokenizer) > spec.vocabulary_size:
@@ -305,7 +248,6 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         decay_vectors=config.optimizer.decay_vectors,
     )
     _fill_store(store, template, checkpoint, config.training.seed)
-    kernels = Kernels(template, mesh, config.model.compute_dtype, config.optimizer.gradient_dtype)
     updates = HostUpdates(store, optimizer)
     executor = Executor(
         kernels,
@@ -315,6 +257,10 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         clip=ClipRule(config.optimizer.clip, config.optimizer.clip_norm),
         nvme_folder=config.plan.nvme_folder,
     )
+
+    def after_step(step: int, result: StepResult) -> Replan | None:
+        return None if replanner is None else replanner.after_step(step, executor, result.padded_tokens)
+
     trainer = Trainer(
         executor,
         batches.training,
@@ -324,6 +270,7 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         folder=folder,
         display=Display(console, steps=course.steps, log_every=config.training.log_every),
         facts=_facts(config, spec, plan, devices[0]),
+        after_step=after_step,
     )
     try:
         yield Prepared(trainer, template, store, checkpoint, tokenizer, folder)

@@ -15,7 +15,8 @@ from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.planning.plan import Boundary, PlanError, load_plan
 from lazyjax.storage.host import allocate_host_store
 from lazyjax.training import setup
-from lazyjax.training.setup import SetupError, choose_plan, read_architecture, read_batches
+from lazyjax.training.planning import choose_plan
+from lazyjax.training.setup import SetupError, read_architecture, read_batches
 from tests import reference
 
 ARCHITECTURE = {

@@ -1,0 +1,384 @@
+"""Which plan a run starts with, and when it is given up for a better one.
+
+Every plan is verified before it runs. With `plan.hardware` set to `calibrate` the machine is
+measured first and kernels are timed on it. With `plan.replan_after_steps` the times of the first
+steps replace the predicted ones and the plan is solved again for the same microbatches, because
+only for those are there times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+
+from lazyjax.config import Config
+from lazyjax.execution.calibrate import calibrate, kernels_of
+from lazyjax.execution.kernels import Kernels, data_mesh
+from lazyjax.hardware.measure import MeasureOptions, measure_profile
+from lazyjax.hardware.profile import HardwareProfile, load_profile
+from lazyjax.models.template import ModelTemplate
+from lazyjax.optim.make import make_host_optimizer
+from lazyjax.planning import cache
+from lazyjax.planning.baselines import BASELINES, keep_all, recompute_all, without_nvme
+from lazyjax.planning.command import solve_cached, verify_for
+from lazyjax.planning.costs import Costs, MeasuredKey, measured_key, template_costs
+from lazyjax.planning.machine import block_shapes, update_probe
+from lazyjax.planning.plan import Plan, PlanError, load_plan, validate_plan
+from lazyjax.planning.request import build_request
+from lazyjax.planning.schedule import COMPUTE_KINDS, Kind, Schedule, build_schedule
+from lazyjax.planning.search import CostModel, Request, find_plan, predict
+from lazyjax.planning.sizes import model_sizes
+from lazyjax.planning.verify import VerificationError, verify
+from lazyjax.timeline import Event, Timeline
+
+#: Value of `plan.hardware` that stands for measuring the machine when training starts.
+CALIBRATE = "calibrate"
+#: The last steps before planning again whose operations are timed; the first steps compile.
+_TIMED_STEPS = 3
+_FROM_HOST = (Kind.FETCH, Kind.RELOAD)
+_TO_HOST = (Kind.OFFLOAD, Kind.GRADIENT_OUT)
+
+
+def choose_plan(config: Config, template: ModelTemplate) -> Plan:
+    """The plan that a configuration asks for, checked and verified.
+
+    Raises:
+        PlanError: a plan file of another model, batch or version.
+        VerificationError: a schedule that must not run.
+        InfeasibleError: the planner finds no plan that fits the machine.
+    """
+    return choose(config, template).plan
+
+
+class Choice(NamedTuple):
+    """The plan to start with, and the question it answers; None where no machine was named."""
+
+    plan: Plan
+    request: Request | None
+
+
+def choose(config: Config, template: ModelTemplate, kernels: Kernels | None = None) -> Choice:
+    """`choose_plan`, with what is needed to plan again.
+
+    Args:
+        kernels: those of the run, so that a calibration compiles nothing twice.
+    """
+    names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
+    batch = {"rows": config.data.rows, "sequence_length": config.data.sequence_length}
+    keys = ("microbatches", "prefetch", "backward_prefetch", "update", "handoff")
+    given = {key: getattr(config.plan, key) for key in keys if getattr(config.plan, key) is not None}
+    request = None
+    milp = config.plan.planner == "milp" and config.plan.file is None
+    if config.plan.hardware is not None and (milp or config.plan.replan_after_steps is not None):
+        request = make_request(config, template, kernels)
+    if config.plan.file is not None:
+        plan = load_plan(config.plan.file)
+        for key, value in batch.items():
+            if getattr(plan, key) != value:
+                raise PlanError(
+                    f"{config.plan.file}: {key} is {getattr(plan, key)}, but data.{key} is {value}"
+                )
+    elif milp:
+        assert request is not None
+        plan = _solve(config, dataclasses.replace(request, **given))
+    else:
+        plan = BASELINES[config.plan.planner](template.spec, names, **batch, **given)
+        if config.plan.nvme_folder is None:
+            plan = without_nvme(plan)
+    validate_plan(plan, template.spec, names)
+    if plan != without_nvme(plan) and config.plan.nvme_folder is None:
+        raise PlanError(f"{config.plan.file}: the plan uses NVMe; set plan.nvme_folder to a folder there")
+    rows, devices = plan.microbatch_rows, config.plan.devices
+    if rows % devices:
+        raise PlanError(f"plan.devices ({devices}) does not divide the {rows} rows of a microbatch")
+    if not milp:
+        _verify_structure(plan, config, template)
+    return Choice(plan, request)
+
+
+def _solve(config: Config, request: Request) -> Plan:
+    """The planner's plan, or the one it found before; either fits and takes as long as it says."""
+    seconds = config.plan.time_limit_seconds
+    # Times that were just measured never come back exactly: there is nothing to find again.
+    folder = None if config.plan.hardware == CALIBRATE else cache.default_folder()
+    plan, found = solve_cached(request, folder, time_limit_seconds=seconds)
+    try:
+        verify_for(request, plan)
+    except VerificationError:
+        if found is not None:
+            raise
+        plan, _ = solve_cached(request, None, time_limit_seconds=seconds)
+        verify_for(request, plan)
+    return plan
+
+
+def _verify_structure(plan: Plan, config: Config, template: ModelTemplate) -> None:
+    """Order, buffers and precedence; without a machine there are no times or capacities to check."""
+    sizes = model_sizes(
+        template,
+        rows=plan.microbatch_rows,
+        sequence_length=plan.sequence_length,
+        compute_dtype=config.model.compute_dtype,
+        gradient_dtype=config.optimizer.gradient_dtype,
+        devices=config.plan.devices,
+    )
+    verify(plan.model_copy(update={"prediction": None}), sizes, lambda operation: 1.0)
+
+
+def make_request(config: Config, template: ModelTemplate, kernels: Kernels | None = None) -> Request:
+    """The planner's question, for the machine in `plan.hardware`.
+
+    Raises:
+        ProfileError: there is no such profile.
+    """
+    hardware = config.plan.hardware
+    assert hardware is not None
+    measured = hardware == CALIBRATE
+    profile = _measured_profile(config, template) if measured else load_profile(hardware)
+    if profile.devices != config.plan.devices:
+        sources = {**profile.sources, "devices": "plan.devices of the configuration"}
+        profile = profile.model_copy(update={"devices": config.plan.devices, "sources": sources})
+    costs = functools.cache(functools.partial(_timed_costs, config, template, profile, kernels))
+    return build_request(
+        template,
+        profile,
+        rows=config.data.rows,
+        sequence_length=config.data.sequence_length,
+        optimizer=config.optimizer.name,
+        compute_dtype=config.model.compute_dtype,
+        gradient_dtype=config.optimizer.gradient_dtype,
+        device_bytes=config.plan.device_bytes,
+        host_bytes=config.plan.host_bytes,
+        nvme_bytes=None if config.plan.nvme_folder is not None else 0,
+        costs=costs if measured else None,
+        identity=CALIBRATE if measured else "",
+    )
+
+
+def _measured_profile(config: Config, template: ModelTemplate) -> HardwareProfile:
+    options = MeasureOptions(
+        shapes=block_shapes(template, config.data.rows * config.data.sequence_length),
+        compute_dtype=config.model.compute_dtype,
+        transfer_bytes=2**24,
+        update_elements=2**22,
+        nvme_folder=config.plan.nvme_folder,
+        repeats=3,
+    )
+    optimizer = config.optimizer.name
+    return measure_profile(CALIBRATE, options, {optimizer: update_probe(optimizer)})
+
+
+def _profile_costs(config: Config, template: ModelTemplate, profile: HardwareProfile, rows: int) -> Costs:
+    return template_costs(
+        template,
+        profile,
+        rows=rows,
+        sequence_length=config.data.sequence_length,
+        optimizer=make_host_optimizer(config.optimizer.name, threads=1, path="pure"),
+        compute_dtype=config.model.compute_dtype,
+        gradient_dtype=config.optimizer.gradient_dtype,
+    )
+
+
+def _timed_costs(
+    config: Config, template: ModelTemplate, profile: HardwareProfile, kernels: Kernels | None, rows: int
+) -> Costs:
+    """Costs of microbatches of `rows`, with the kernels of two opposite plans timed.
+
+    Sets of residuals between nothing and everything take their prediction, scaled as those two
+    were. Sizes that no microbatch of this batch has are not timed.
+    """
+    costs = _profile_costs(config, template, profile, rows)
+    if config.data.rows % rows:
+        return costs
+    kernels = kernels or Kernels(
+        template,
+        data_mesh(),
+        compute_dtype=config.model.compute_dtype,
+        gradient_dtype=config.optimizer.gradient_dtype,
+    )
+    names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
+    length, count = config.data.sequence_length, config.data.rows // rows
+    schedules = [
+        build_schedule(
+            planner(template.spec, names, rows=config.data.rows, sequence_length=length, microbatches=count),
+            costs.sizes,
+        )
+        for planner in (recompute_all, keep_all)
+    ]
+    keys = kernels_of(schedules, kernels)
+    # A CPU's device memory is the host's: knowing its scratch is not worth compiling everything twice.
+    scratch = jax.default_backend() != "cpu"
+    found = calibrate(kernels, keys, rows=rows, sequence_length=length, repeats=3, working_sets=scratch)
+    return costs.with_measured(found.seconds, found.working_bytes)
+
+
+@runtime_checkable
+class SwappableExecutor(Protocol):
+    """What planning again needs of `lazyjax.execution.executor.Executor`."""
+
+    plan: Plan
+    schedule: Schedule
+
+    def set_plan(self, plan: Plan) -> None:
+        """Uses another plan from the next step on; applies pending updates first."""
+        ...
+
+    def timeline(self) -> Timeline:
+        """Events of the last step."""
+        ...
+
+
+class Replan(NamedTuple):
+    """What came of planning again.
+
+    Attributes:
+        step: after which it was done.
+        running_seconds, candidate_seconds: periods of the running and of the re-solved plan, both
+            replayed with measured times.
+        plan: the re-solved one.
+        swapped: whether it runs from the next step on.
+    """
+
+    step: int
+    running_seconds: float
+    candidate_seconds: float
+    plan: Plan
+    swapped: bool
+
+
+class Replanner:
+    """Times the steps before step `after_steps` and then, once, plans again.
+
+    Args:
+        request: the question that the running plan answers, or would have answered.
+        costs: of the running plan's microbatches, from the profile.
+        after_steps: steps of this run after which to plan.
+    """
+
+    def __init__(
+        self, request: Request, costs: Costs, *, after_steps: int, time_limit_seconds: float = 60.0
+    ) -> None:
+        self._request, self._costs = request, costs
+        self._after, self._time_limit_seconds = after_steps, time_limit_seconds
+        self._timed: list[TimedStep] = []
+
+    def after_step(self, step: int, executor: SwappableExecutor, padded_tokens: int) -> Replan | None:
+        """To be called after every step; answers at the one that was asked for."""
+        if not self._after - _TIMED_STEPS < step <= self._after:
+            return None
+        share = padded_tokens / (executor.plan.rows * executor.plan.sequence_length)
+        self._timed.append(TimedStep(executor.timeline().events, share))
+        if step < self._after:
+            return None
+        costs = measured_costs(self._costs, executor.schedule, self._timed)
+        return replan(self._request, costs, executor, step=step, time_limit_seconds=self._time_limit_seconds)
+
+
+class TimedStep(NamedTuple):
+    """Events of one step, and its share of the tokens that the plan is for."""
+
+    events: Sequence[Event]
+    token_share: float
+
+
+def measured_costs(costs: Costs, schedule: Schedule, steps: Sequence[TimedStep]) -> Costs:
+    """`costs` with the medians of what was measured while training, so with all interference.
+
+    Compute of a step with fewer tokens is scaled up by them (attention grows faster, which this
+    leaves out); transfers and updates give rates. What did not happen keeps its prediction.
+    """
+    kernels: dict[MeasuredKey, list[float]] = defaultdict(list)
+    rates: dict[str, list[float]] = defaultdict(list)
+    for step in steps:
+        ends = {event.operation: event.end_seconds for event in step.events}
+        for event in step.events:
+            operation = schedule.operations[event.operation]
+            # What was issued early is recorded from its issue on, although it waited for its operands.
+            ready = max((ends[wait] for wait in operation.waits if wait in ends), default=0.0)
+            seconds = event.end_seconds - max(event.start_seconds, ready)
+            if seconds <= 0:
+                continue
+            if operation.kind in COMPUTE_KINDS:
+                kernels[measured_key(operation, costs.spec)].append(seconds / step.token_share)
+            elif operation.kind in _FROM_HOST:
+                rates["h2d_bytes_per_second"].append(event.bytes / seconds)
+            elif operation.kind in _TO_HOST:
+                rates["d2h_bytes_per_second"].append(event.bytes / seconds)
+            elif operation.kind is Kind.UPDATE:
+                rates["update"].append(costs.update_seconds(operation.layer) / seconds)
+    return costs.with_profile(_with_rates(costs, rates)).with_measured(
+        {key: statistics.median(seconds) for key, seconds in kernels.items()}, costs.measured_working_bytes
+    )
+
+
+def _with_rates(costs: Costs, rates: Mapping[str, Sequence[float]]) -> HardwareProfile:
+    """The profile with measured rates; a link's already holds what the other direction took."""
+    profile, changed = costs.profile, dict[str, Any]()
+    for figure in ("h2d_bytes_per_second", "d2h_bytes_per_second"):
+        if figure in rates:
+            changed[figure] = statistics.median(rates[figure]) / profile.duplex_factor
+    if "update" in rates:
+        known = profile.host_update_parameters_per_second
+        faster = statistics.median(rates["update"])
+        changed["host_update_parameters_per_second"] = {
+            **known, costs.optimizer: known[costs.optimizer] * faster
+        }  # fmt: skip
+    sources = {**profile.sources, **dict.fromkeys(changed, "measured while training")}
+    sources |= {f"host_update_parameters_per_second.{costs.optimizer}": "measured while training"}
+    return profile.model_copy(update={**changed, "sources": sources})
+
+
+def replan(
+    request: Request,
+    costs: Costs,
+    executor: SwappableExecutor,
+    *,
+    step: int,
+    time_limit_seconds: float = 60.0,
+) -> Replan | None:
+    """Solves again under `costs`; a plan that is better by more than 3 % replaces the running one.
+
+    Args:
+        costs: measured, of microbatches as in the running plan.
+
+    Returns:
+        What was found; None where no plan fits what the request allows.
+    """
+    running = executor.plan
+
+    def costs_of(rows: int) -> CostModel:
+        return costs if rows == costs.rows else request.costs(rows)
+
+    same = dataclasses.replace(
+        request, costs=costs_of, microbatches=running.microbatches, handoff=running.handoff
+    )
+    found = find_plan(same, time_limit_seconds=time_limit_seconds)
+    if found.plan is None or found.plan.prediction is None:
+        return None
+    running_seconds = predict(same, running).period_seconds
+    candidate_seconds = found.plan.prediction.period_seconds
+    swapped = cache.worth_swapping(running_seconds, candidate_seconds)
+    if swapped:
+        verify_for(same, found.plan)
+        executor.set_plan(found.plan)
+    return Replan(step, running_seconds, candidate_seconds, found.plan, swapped)
+
+
+def make_replanner(config: Config, template: ModelTemplate, choice: Choice) -> Replanner | None:
+    """What `plan.replan_after_steps` asks for; None where it asks for nothing."""
+    after_steps = config.plan.replan_after_steps
+    if after_steps is None:
+        return None
+    assert choice.request is not None
+    costs = choice.request.costs(choice.plan.microbatch_rows)
+    assert isinstance(costs, Costs)
+    return Replanner(
+        choice.request, costs, after_steps=after_steps, time_limit_seconds=config.plan.time_limit_seconds
+    )

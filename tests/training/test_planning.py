@@ -1,0 +1,220 @@
+"""Plans are verified, found again, and swapped only where measured times say so."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+
+import jax
+import pytest
+from rich.console import Console
+
+from lazyjax.config import Config, ConfigError, load_config
+from lazyjax.execution.executor import Executor
+from lazyjax.execution.host_update import HostUpdates
+from lazyjax.execution.kernels import Kernels, data_mesh
+from lazyjax.hardware.profile import load_profile
+from lazyjax.models.registry import build_template
+from lazyjax.optim.adamw import Fp32AdamW
+from lazyjax.optim.clipping import ClipRule
+from lazyjax.planning import command
+from lazyjax.planning.baselines import recompute_all
+from lazyjax.planning.costs import Costs, MeasuredKey, measured_key
+from lazyjax.planning.request import build_request
+from lazyjax.planning.schedule import COMPUTE_KINDS, Kind, Operation
+from lazyjax.planning.simulate import simulate
+from lazyjax.planning.verify import VerificationError
+from lazyjax.training import planning, setup
+from lazyjax.training.planning import Replanner, TimedStep, choose_plan, measured_costs, replan
+from lazyjax.training.setup import read_architecture
+from tests import reference, tiny
+
+ROWS, TOKENS, RATE = 4, 12, 1e-3
+TEMPLATE = tiny.template("qwen2", tied=False, blocks=2)
+NAMES = tiny.residual_names(TEMPLATE)
+BLOCK = TEMPLATE.spec.layers[1].kind
+EVERYTHING = tuple(sorted(NAMES[1]))
+REQUEST = build_request(
+    TEMPLATE, load_profile("h800-paper"), rows=ROWS, sequence_length=TOKENS, optimizer="fp32_adamw",
+    compute_dtype="float32", gradient_dtype="float32", nvme_bytes=0,
+)  # fmt: skip
+START = recompute_all(TEMPLATE.spec, NAMES, rows=ROWS, sequence_length=TOKENS, microbatches=2)
+
+
+def profile_costs() -> Costs:
+    costs = REQUEST.costs(START.microbatch_rows)
+    assert isinstance(costs, Costs)
+    return costs
+
+
+def costs_with(recomputing_seconds: float, reading_seconds: float) -> Costs:
+    """Backward calls of blocks that recompute everything or read everything; all else is quick."""
+    measured = {}
+    for accumulates, last in ((False, False), (True, True)):
+        for saved, seconds in (((), recomputing_seconds), (EVERYTHING, reading_seconds)):
+            measured[MeasuredKey(BLOCK, Kind.BACKWARD, saved, accumulates, last)] = seconds
+    return profile_costs().with_measured(measured)
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Executor]:
+    parameters = reference.random_parameters(TEMPLATE, seed=0)
+    store = tiny.filled_store(TEMPLATE, parameters)
+    kernels = Kernels(TEMPLATE, data_mesh(jax.devices()[:1]), "float32", "float32")
+    executor = Executor(kernels, START, store, HostUpdates(store, Fp32AdamW(eps=1e-6)), clip=ClipRule())
+    yield executor
+    executor.close()
+
+
+@pytest.mark.parametrize(("reading_seconds", "swaps"), [(0.1, True), (0.99, False), (1.0, False)])
+def test_a_swap_needs_costs_that_are_better_by_three_percent(reading_seconds: float, swaps: bool) -> None:
+    with running() as executor:
+        outcome = replan(REQUEST, costs_with(1.0, reading_seconds), executor, step=3)
+        assert outcome is not None
+        assert outcome.swapped == swaps
+        assert (executor.plan == outcome.plan) == swaps
+        assert (executor.plan == START) == (not swaps)
+        # Two blocks, two microbatches: four backward calls, and next to nothing besides.
+        assert outcome.running_seconds == pytest.approx(4.0, rel=0.01)
+        assert outcome.candidate_seconds == pytest.approx(4 * reading_seconds, rel=0.01)
+
+
+def losses(swap_after: int | None) -> list[float]:
+    """Losses of five steps, of which the later ones run under another plan."""
+    found = []
+    with running() as executor:
+        for step in range(1, 6):
+            batch = reference.random_batch(step, ROWS, TOKENS, tiny.VOCABULARY)
+            found.append(executor.train_step(batch, RATE).loss)
+            if step == swap_after:
+                outcome = replan(REQUEST, costs_with(1.0, 0.1), executor, step=step)
+                assert outcome is not None
+                assert outcome.swapped
+                assert executor.plan.layers[1].saved
+                assert not START.layers[1].saved
+    return found
+
+
+def test_a_swap_changes_no_loss() -> None:
+    assert losses(swap_after=2) == pytest.approx(losses(swap_after=None), rel=1e-5)
+
+
+def test_measured_costs_are_the_times_of_the_steps() -> None:
+    def seconds(operation: Operation) -> float:
+        if operation.kind in COMPUTE_KINDS:
+            return 0.1 + 0.01 * operation.layer
+        return 0.5 if operation.kind is Kind.UPDATE else operation.bytes / 3e6
+
+    with running() as executor:
+        schedule = executor.schedule
+    events = simulate(schedule, seconds).timeline.events
+    # Half as many tokens in half the time say the same.
+    halved = tuple(
+        dataclasses.replace(e, start_seconds=e.start_seconds / 2, end_seconds=e.end_seconds / 2)
+        for e in events
+    )
+    costs = measured_costs(profile_costs(), schedule, [TimedStep(halved, 0.5)])
+    # Blocks share their kernels, so that theirs is the median over both.
+    by_kernel = defaultdict(list)
+    for operation in schedule.operations:
+        if operation.kind in COMPUTE_KINDS:
+            by_kernel[measured_key(operation, TEMPLATE.spec)].append(seconds(operation))
+    for operation in schedule.operations:
+        if operation.kind in COMPUTE_KINDS:
+            expected = statistics.median(by_kernel[measured_key(operation, TEMPLATE.spec)])
+            assert costs.operation_seconds(operation) == pytest.approx(expected)
+        elif operation.kind in (Kind.FETCH, Kind.GRADIENT_OUT):
+            assert costs.operation_seconds(operation) == pytest.approx(operation.bytes / 6e6)
+
+
+def test_the_replanner_answers_once_at_its_step() -> None:
+    replanner = Replanner(REQUEST, profile_costs(), after_steps=2)
+    with running() as executor:
+        answers = []
+        for step in range(1, 5):
+            batch = reference.random_batch(step, ROWS, TOKENS, tiny.VOCABULARY)
+            result = executor.train_step(batch, RATE)
+            answers.append(replanner.after_step(step, executor, result.padded_tokens))
+    assert [answer is not None for answer in answers] == [False, True, False, False]
+    assert answers[1] is not None
+    assert answers[1].running_seconds > 0
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Gives a configuration of a short run; plans are cached in a folder of the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "small.json").write_text(
+        json.dumps(
+            {
+                "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 2048,
+                "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+                "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "rms_norm_eps": 1e-6,
+                "initializer_range": 0.02, "hidden_act": "silu", "attention_bias": False,
+                "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        )
+    )  # fmt: skip
+
+    def make(*words: str) -> Config:
+        fixed = {
+            "model.architecture": tmp_path / "small.json", "data.sequence-length": 64, "data.rows": 2,
+            "training.steps": 3, "training.evaluate-rows": 0, "run.folder": tmp_path / "runs",
+            "run.name": "run", "run.save-model": "false",
+        }  # fmt: skip
+        given = [str(word) for key, value in fixed.items() for word in (f"--{key}", value)]
+        return load_config(None, [*given, *words])
+
+    return make
+
+
+def test_a_solved_plan_is_found_again_and_verified(small, monkeypatch) -> None:
+    config = small("--plan.planner", "milp", "--plan.hardware", "h800-paper")
+    template = build_template(read_architecture(config)[0])
+    plan = choose_plan(config, template)
+    assert plan.planner == "milp"
+    assert plan.prediction is not None
+
+    def refuse(*arguments, **keywords):
+        raise AssertionError("solved although the plan is known")
+
+    monkeypatch.setattr(command, "find_plan", refuse)
+    assert choose_plan(config, template) == plan
+
+
+@pytest.mark.parametrize("planner", ["milp", "megatrain"])
+def test_a_plan_that_fails_verification_never_runs(small, tmp_path, monkeypatch, planner) -> None:
+    def fail(*arguments, **keywords):
+        raise VerificationError("operation 1 waits for operation 2")
+
+    monkeypatch.setattr(planning if planner == "megatrain" else command, "verify", fail)
+    with pytest.raises(VerificationError):
+        setup.train(
+            small("--plan.planner", planner, "--plan.hardware", "h800-paper"), Console(file=io.StringIO())
+        )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_calibrates_plans_again_and_records_it(small, tmp_path) -> None:
+    words = ["--plan.planner", "milp", "--plan.hardware", "calibrate", "--plan.replan-after-steps", "2"]
+    # One microbatch size: few kernels to compile.
+    words += ["--data.rows", "1", "--data.sequence-length", "32", "--training.steps", "2"]
+    console = Console(file=io.StringIO(), width=200)
+    summary = setup.train(small(*words), console)
+    assert (summary["status"], summary["planner"]) == ("finished", "milp")
+    folder = tmp_path / "runs" / "run"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (record,) = [line for line in lines if line["kind"] == "replan"]
+    assert record["step"] == 2
+    assert (folder / "plan-after-step-2.json").exists() == record["swapped"]
+    assert "planned again after step 2" in console.file.getvalue()
+
+
+def test_planning_again_needs_a_machine(small) -> None:
+    with pytest.raises(ConfigError, match="replan_after_steps needs hardware"):
+        small("--plan.replan-after-steps", "2")
