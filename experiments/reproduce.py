@@ -19,16 +19,23 @@ from experiments import published
 from lazyjax.hardware.profile import HardwareProfile, load_profile
 from lazyjax.models.registry import architecture, build_template
 from lazyjax.models.template import ModelTemplate
+from lazyjax.optim.make import make_host_optimizer
+from lazyjax.planning import cache
 from lazyjax.planning.baselines import lazytrain, megatrain
+from lazyjax.planning.command import InfeasibleError, solve_cached, verify_for
+from lazyjax.planning.costs import Costs, static_host_bytes
+from lazyjax.planning.critical import exposed_seconds
 from lazyjax.planning.layer_work import SaveSet
 from lazyjax.planning.plan import Boundary, Plan
+from lazyjax.planning.plan_only import MixtureOfExperts, described_costs, lazytrain_host_bytes
 from lazyjax.planning.report import model_tflops
 from lazyjax.planning.request import build_request
 from lazyjax.planning.schedule import Kind, Operation, build_schedule
-from lazyjax.planning.search import CostModel, Found, Request, find_plan, largest_batch
+from lazyjax.planning.search import CostModel, Request, find_plan, largest_batch
 from lazyjax.planning.simulate import simulate
 from lazyjax.planning.verify import used_bytes
 from lazyjax.specs import Tier
+from lazyjax.timeline import Resource
 
 #: Bytes that a serial update touches per parameter: DeepSpeed-style AdamW on bf16 parameters with
 #: fp32 moments (2+2 parameter, 2 gradient, 8+8 moments), the copy of the new weights (2+2), and
@@ -160,11 +167,13 @@ def calibrated(model: str, profile_name: str) -> Simulated:
     return calibrate(model, profile_name).machine
 
 
-@functools.cache
-def planned(model: str, profile_name: str, rows: int) -> Found:
-    """Our plan on the calibrated machine."""
-    simulated = calibrated(model, profile_name)
-    return find_plan(simulated.request(rows), time_limit_seconds=90.0)
+def planned(model: str, profile_name: str, rows: int) -> Plan | None:
+    """Our plan on the calibrated machine, solved once; None where nothing fits."""
+    request = calibrated(model, profile_name).request(rows)
+    try:
+        return solve_cached(request, cache.default_folder(), time_limit_seconds=90.0)[0]
+    except InfeasibleError:
+        return None
 
 
 class Sheet:
@@ -256,12 +265,12 @@ def table3(folder: pathlib.Path, models: Sequence[str] = ()) -> Sheet:
                 f"{row.gpu} {row.model}: largest batch up to 128 that fits: {largest} (simulated)."
             )
         for count in rows:
-            found = planned(row.model, row.profile, count)
-            if found.plan is None or found.plan.prediction is None:
+            ours = planned(row.model, row.profile, count)
+            if ours is None or ours.prediction is None:
                 sheet.add(row.gpu, row.model, "LazyJAX", str(count), "-", "does not fit", "", "", "", "")
                 continue
-            prediction = found.plan.prediction
-            tflops = machine.tflops(found.plan, prediction.period_seconds)
+            prediction = ours.prediction
+            tflops = machine.tflops(ours, prediction.period_seconds)
             sheet.add(
                 row.gpu, row.model, "LazyJAX", str(count), "-", simulated_cell(tflops),
                 f"{tflops / machine.tflops(lazy_plan, lazy_period):.2f}x LazyTrain (simulated)",
@@ -299,10 +308,9 @@ def table5(folder: pathlib.Path) -> Sheet:
     for name, (plan, period, _) in theirs.items():
         tflops = simulated_cell(machine.tflops(plan, period))
         sheet.add(name, paper(published.TABLE_5[name][0]), tflops, simulated_cell(period))
-    found = planned(model, profile, rows)
-    assert found.plan is not None
+    base = planned(model, profile, rows)
+    assert base is not None
     request = machine.request(rows)
-    base = found.plan
     bare = tuple(layer.model_copy(update={"saved": {}}) for layer in base.layers)
     ours: Mapping[str, Plan] = {
         "LazyJAX": base,
@@ -384,11 +392,10 @@ def figure4(folder: pathlib.Path, models: Sequence[str] = ()) -> Sheet:
     for row in rows:
         machine = calibrated(row.model, row.profile)
         mega, lazy = machine.megatrain(row.megatrain.rows), machine.lazytrain(row.lazytrain.rows)
-        found = planned(row.model, row.profile, row.lazytrain.rows)
-        period = (
-            found.plan.prediction.period_seconds if found.plan and found.plan.prediction else float("inf")
-        )
-        ours = machine.tflops(found.plan, period) if found.plan else 0.0
+        plan = planned(row.model, row.profile, row.lazytrain.rows)
+        ours = 0.0
+        if plan is not None and plan.prediction is not None:
+            ours = machine.tflops(plan, plan.prediction.period_seconds)
         values = (
             row.megatrain.tflops,
             row.lazytrain.tflops,
@@ -417,10 +424,79 @@ def figure4(folder: pathlib.Path, models: Sequence[str] = ()) -> Sheet:
     return sheet
 
 
+def table6(folder: pathlib.Path) -> Sheet:
+    """GPT-OSS-120B, planned but not run: host memory, feasibility, exposed traffic."""
+    profile = load_profile("h800-paper")
+    model = MixtureOfExperts()
+    optimizer = make_host_optimizer("hybrid8bit", threads=1, path="pure")
+
+    @functools.cache
+    def costs(microbatch_rows: int) -> Costs:
+        return described_costs(
+            model,
+            profile,
+            rows=microbatch_rows,
+            sequence_length=published.SEQUENCE_LENGTH,
+            optimizer=optimizer,
+        )
+
+    spec = costs(1).spec
+    state = sum(layer.state_bytes for layer in costs(1).sizes.layers)
+    static = static_host_bytes(spec)
+
+    def request(host_bytes: int) -> Request:
+        return Request(
+            spec=spec,
+            rows=published.TABLE_6_ROWS,
+            sequence_length=published.SEQUENCE_LENGTH,
+            sizes=lambda rows: costs(rows).sizes,
+            costs=costs,
+            capacity={Tier.DEVICE: profile.device_bytes, Tier.HOST: host_bytes, Tier.NVME: 0},
+            static_host_bytes=static,
+        )
+
+    gib = 2**30
+    sheet = Sheet("Table 6: GPT-OSS-120B (36 layers, plan only), H800", ("figure", "LazyTrain", "LazyJAX"))
+    for name, share in (("host GiB, 2 % 8-bit", 0.02), ("host GiB, all 8-bit", 1.0)):
+        theirs = lazytrain_host_bytes(spec.parameter_count, share) / gib
+        ours = simulated_cell((static + state) / gib) if share == 1.0 else "-"
+        sheet.add(name, f"{paper(published.TABLE_6[name])}, {simulated_cell(theirs)}", ours)
+    small = find_plan(request(int(360e9)), time_limit_seconds=30.0)
+    short = small.shortfall_bytes[Tier.HOST] if Tier.HOST in small.shortfall_bytes else 0
+    verdict = f"infeasible, {short / 1e9:.1f} GB short (simulated)" if small.plan is None else "feasible"
+    sheet.add("360 GB of host memory", "infeasible (paper)", verdict)
+    roomy = request(2 * 2**40)
+    found = find_plan(roomy, time_limit_seconds=60.0)
+    plan = found.plan
+    assert plan is not None
+    verification = verify_for(roomy, plan)
+    schedule = build_schedule(plan, roomy.sizes(plan.microbatch_rows))
+    exposed = exposed_seconds(schedule, verification.simulation)
+    links = exposed[Resource.H2D] + exposed[Resource.D2H]
+    on_device = sum(layer.boundary is Boundary.DEVICE for layer in plan.layers[1:])
+    sheet.add("2 TiB, 32 rows: gap", "optimal (paper)", f"{found.gap:.2%} (simulated)")
+    sheet.add("boundaries on the device", "37 of 37 (paper)", f"{on_device} of 37 (simulated)")
+    sheet.add(
+        "parameter and gradient traffic exposed, s",
+        paper(published.TABLE_6["exposed traffic s"]),
+        simulated_cell(links),
+    )
+    busy = verification.bounds_seconds
+    sheet.add("step s", "-", simulated_cell(verification.period_seconds))
+    sheet.notes.append(
+        f"Busy in a step: H2D {busy[Resource.H2D]:.1f} s, D2H {busy[Resource.D2H]:.1f} s, compute "
+        f"{busy[Resource.COMPUTE]:.1f} s, CPU {busy[Resource.CPU]:.1f} s (simulated): "
+        "the links bound this model."
+    )
+    sheet.write(folder, "table6")
+    return sheet
+
+
 TABLES: Mapping[str, Callable[[pathlib.Path], Sheet]] = {
     "table1": table1,
     "table3": table3,
     "table5": table5,
+    "table6": table6,
     "figure4": figure4,
 }
 

@@ -35,6 +35,8 @@ from lazyjax.timeline import Resource
 _HIGHS_LIBRARY = "PMIP_HIGHS_LIBRARY"
 #: HiGHS keeps one pool of threads per process and refuses another number later.
 _THREADS = 2
+#: Share of the open decisions that one round of a dive rounds up.
+_DIVE_SHARE = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,6 +252,8 @@ class _Program:
         if cutoff_seconds < math.inf:
             program += self.period <= cutoff_seconds / self.time_unit
         program.max_mip_gap = relative_gap
+        if warm is None:
+            warm = self._dive(time_limit_seconds / 4)
         if warm is not None:
             program.start = [
                 (variable, float(value))
@@ -267,6 +271,47 @@ class _Program:
             [round(variable.x) for variable in self.variables[: self.model.choices.binaries]], float
         )
         return values, float(program.objective_value) * self.time_unit, bound
+
+    def _dive(self, time_limit_seconds: float) -> Float64[np.ndarray, "binaries"] | None:
+        """A good assignment by rounding the relaxation a few decisions at a time; None if that fails.
+
+        Solvers prove bounds quickly here but are slow to find such an assignment.
+        """
+        begun = time.monotonic()
+        optimal = self.mip.OptimizationStatus.OPTIMAL
+        binaries = self.variables[: self.model.choices.binaries]
+        raised: list[int] = []
+        found = None
+        share = _DIVE_SHARE
+        self.program.verbose = 0
+        with _quiet():
+            solved = self.program.optimize(relax=True) == optimal
+            while solved and time.monotonic() - begun < time_limit_seconds:
+                values = np.array([variable.x for variable in binaries])
+                open_ = [i for i, v in enumerate(values) if 1e-6 < v < 1 - 1e-6]
+                if not open_:
+                    found = np.round(values)
+                    break
+                # Once the segments are settled, keeping nothing inside the layers always fits.
+                segments = [i for i in open_ if i < len(self.model.choices.segments)]
+                open_ = sorted(segments or open_, key=lambda i: -values[i])
+                batch = open_[: max(1, int(len(open_) * share))]
+                for index in batch:
+                    binaries[index].lb = 1.0
+                raised += batch
+                solved = self.program.optimize(relax=True) == optimal
+                # Too much: take back the last ones until the rest is feasible again.
+                while not solved and raised and time.monotonic() - begun < time_limit_seconds:
+                    taken = raised.pop()
+                    binaries[taken].lb = 0.0
+                    if raised and raised[-1] in batch:
+                        continue
+                    binaries[taken].ub = 0.0
+                    solved = self.program.optimize(relax=True) == optimal
+                    share = min(share, 1.0 / len(open_))
+        for variable in binaries:
+            variable.lb, variable.ub = 0.0, 1.0
+        return found
 
     def relax(self) -> float:
         """Objective of the linear relaxation."""

@@ -1,6 +1,7 @@
 """Whatever a plan decides, its schedule can be run: order, buffers, memory, time."""
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -59,7 +60,7 @@ def test_the_critical_path_has_no_pause(seed):
     problem, plans = random_plans(seed)
     simulation = verify(plans[0], problem.sizes, problem.seconds).simulation
     path = critical_path(build_schedule(plans[0], problem.sizes), simulation)
-    for first, second in zip(path, path[1:], strict=False):
+    for first, second in itertools.pairwise(path):
         assert second.event.start_seconds == pytest.approx(first.event.end_seconds, abs=1e-6)
 
 
