@@ -9,23 +9,46 @@ A step is a chain of *windows*, each of which needs the parameters of one layer:
 all layers, loss, then per segment the recomputation of dropped boundaries and the backward pass.
 A window holds one compute *item* per microbatch.
 
-Memory is counted in list order. What a compute operation frees is free for the operations after
-it (the device reuses memory in stream order). What a transfer frees counts until some later
-operation waits for that transfer, because only then is it known to be finished.
+How memory is counted, and what the operations are, stands in `lazyjax.planning.operations`.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-import enum
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from lazyjax.planning.operations import (
+    COMPUTE_KINDS,
+    Allocation,
+    Buffer,
+    Kind,
+    LayerSizes,
+    ModelSizes,
+    Operation,
+    Place,
+    Schedule,
+    What,
+)
 from lazyjax.planning.plan import Boundary, Plan, segment_start
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
+
+__all__ = [
+    "COMPUTE_KINDS",
+    "Allocation",
+    "Buffer",
+    "Kind",
+    "LayerSizes",
+    "ModelSizes",
+    "Operation",
+    "Place",
+    "Schedule",
+    "What",
+    "build_schedule",
+]
 
 #: Compute items after which an offload must have left the device.
 OFFLOAD_WINDOW_ITEMS = 2
@@ -35,176 +58,6 @@ GRADIENT_WINDOW = 2
 SPILL_WINDOW = 2
 #: Compute items ahead of its reload at which an NVMe read is issued.
 LOAD_AHEAD_ITEMS = 3
-
-
-class Kind(enum.StrEnum):
-    """What an operation does."""
-
-    FETCH = "fetch"
-    FORWARD = "forward"
-    LOSS = "loss"
-    RECOMPUTE = "recompute"
-    BACKWARD = "backward"
-    OFFLOAD = "offload"
-    RELOAD = "reload"
-    SPILL = "spill"
-    LOAD = "load"
-    GRADIENT_OUT = "gradient_out"
-    UPDATE = "update"
-    LOAD_STATE = "load_state"
-    SPILL_STATE = "spill_state"
-
-
-COMPUTE_KINDS = frozenset({Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD})
-
-
-class What(enum.StrEnum):
-    """Roles of buffers."""
-
-    BATCH = "batch"
-    PARAMETERS = "parameters"
-    INPUT = "input"
-    INPUT_GRADIENT = "input_gradient"
-    RESIDUAL = "residual"
-    ACCUMULATOR = "accumulator"
-    GRADIENT = "gradient"
-
-
-class Buffer(NamedTuple):
-    """A tensor (or slab) by role; `microbatch` is -1 where it belongs to the whole batch."""
-
-    what: What
-    layer: int
-    microbatch: int = -1
-    name: str = ""
-
-
-class Place(NamedTuple):
-    """A buffer on a tier."""
-
-    buffer: Buffer
-    tier: Tier
-
-
-class Allocation(NamedTuple):
-    """A buffer that comes into being on a tier."""
-
-    place: Place
-    bytes: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayerSizes:
-    """Bytes per device of what one layer handles; activations are those of one microbatch.
-
-    Attributes:
-        parameter_bytes: the streamed slab.
-        accumulator_bytes: the fp32 gradient accumulator.
-        gradient_bytes: the gradient slab that leaves the device.
-        input_bytes: the layer's input (0 for the embedding, whose input is the batch).
-        residual_bytes: by name.
-        state_bytes: optimizer state on the host or NVMe.
-    """
-
-    parameter_bytes: int
-    accumulator_bytes: int
-    gradient_bytes: int
-    input_bytes: int
-    residual_bytes: Mapping[str, int]
-    state_bytes: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """Sizes of all layers, of one microbatch of the batch arrays, and whether tables are tied."""
-
-    layers: tuple[LayerSizes, ...]
-    batch_bytes: int
-    tied: bool
-
-    def of(self, buffer: Buffer) -> int:
-        """Bytes of `buffer`."""
-        layer = self.layers[buffer.layer]
-        match buffer.what:
-            case What.BATCH:
-                return self.batch_bytes
-            case What.PARAMETERS:
-                return layer.parameter_bytes
-            case What.INPUT | What.INPUT_GRADIENT:
-                return layer.input_bytes
-            case What.RESIDUAL:
-                return layer.residual_bytes[buffer.name]
-            case What.ACCUMULATOR:
-                return layer.accumulator_bytes
-            case What.GRADIENT:
-                return layer.gradient_bytes
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Operation:
-    """One entry of the schedule.
-
-    Attributes:
-        index: position in the list.
-        window: the window that the operation serves.
-        waits: operations of this step that must be finished before this one starts.
-        waits_previous: the same, of the step before.
-        reads: device buffers used.
-        allocates, frees: see the module's docstring.
-        bytes: moved, for transfers.
-        saved: names of the residuals that a forward writes or a backward reads.
-        accumulates: adds to an existing gradient accumulator.
-        last: the layer's last microbatch in this direction; a backward then emits the gradient.
-    """
-
-    index: int
-    kind: Kind
-    resource: Resource
-    layer: int
-    microbatch: int | None
-    window: int
-    waits: tuple[int, ...] = ()
-    waits_previous: tuple[int, ...] = ()
-    reads: tuple[Buffer, ...] = ()
-    allocates: tuple[Allocation, ...] = ()
-    frees: tuple[Place, ...] = ()
-    bytes: int = 0
-    saved: tuple[str, ...] = ()
-    accumulates: bool = False
-    last: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Schedule:
-    """The operations of one steady-state step of `plan`."""
-
-    plan: Plan
-    sizes: ModelSizes
-    operations: tuple[Operation, ...]
-
-    def live_bytes(self) -> Iterator[tuple[int, dict[Tier, int]]]:
-        """Per operation: its index and the bytes live on each tier right after it was issued."""
-        live: Counter[Tier] = Counter()
-        pending: dict[int, tuple[Place, ...]] = {}
-        for operation in self.operations:
-            for waited in operation.waits:
-                for place in pending.pop(waited, ()):
-                    live[place.tier] -= self.sizes.of(place.buffer)
-            for allocation in operation.allocates:
-                live[allocation.place.tier] += allocation.bytes
-            yield operation.index, {tier: live[tier] for tier in Tier}
-            if operation.resource is Resource.COMPUTE:
-                for place in operation.frees:
-                    live[place.tier] -= self.sizes.of(place.buffer)
-            elif operation.frees:
-                pending[operation.index] = operation.frees
-
-    def peak_bytes(self) -> dict[Tier, int]:
-        """The most bytes live at once on each tier (activations, slabs on the device)."""
-        peak = dict.fromkeys(Tier, 0)
-        for _, live in self.live_bytes():
-            peak = {tier: max(peak[tier], live[tier]) for tier in Tier}
-        return peak
 
 
 @dataclasses.dataclass(slots=True)
