@@ -3,7 +3,8 @@
     python -m experiments.benchmarks.optimizer_training
 
 Trains the smoke model from random weights, streamed, 300 steps for each of three seeds, with
-`fp32_adamw` and with `hybrid8bit`; then both again with a clip norm so small that every step is clipped.
+`fp32_adamw` and with `hybrid8bit`, and with `fp32_adamw` from weights rounded to bfloat16 to see how far
+a small disturbance moves the result; then the first two with a clip norm so small that it always clips.
 A seed fixes the weights, the split and the order of the data, so that the two optimizers of a pair see
 the same batches. Prints the final evaluation losses and the ratio of their means.
 
@@ -23,6 +24,7 @@ import time
 from typing import Any
 
 import jax
+import ml_dtypes
 
 from experiments.benchmarks.provenance import provenance
 from lazyjax.config import Config, load_config
@@ -41,8 +43,14 @@ CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "qwen27b_smoke.yaml"
 RESULTS = pathlib.Path(__file__).parent / "results"
 SOURCES = ("lazyjax", "experiments/benchmarks/optimizer_training.py", "experiments/configs")
 OPTIMIZERS = ("fp32_adamw", "hybrid8bit")
+#: fp32_adamw from weights rounded to bfloat16: how far the smallest disturbance moves the final loss.
+CONTROL = "fp32_adamw, rounded start"
 SEEDS = (0, 1, 2)
 CLIP_NORMS = (1.0, 0.01)
+ORDER = [
+    (clip_norm, seed, optimizer) for clip_norm in CLIP_NORMS for seed in SEEDS for optimizer in OPTIMIZERS
+]
+ORDER += [(CLIP_NORMS[0], seed, CONTROL) for seed in SEEDS]
 EVALUATED_ROWS = 200
 #: The preset's rate and batch. A smaller batch takes a rate that is lower by the square root: with the
 #: preset's own, gradient noise alone moves the final loss by more than what is to be resolved.
@@ -78,14 +86,15 @@ class Run:
         return (self.optimizer, self.clip_norm, self.seed, *settings)
 
 
-def train(config: Config, kernels: Kernels, batches: Batches) -> Run:
-    """Trains by `config`, with kernels that other runs share."""
+def train(config: Config, kernels: Kernels, batches: Batches, label: str) -> Run:
+    """Trains by `config`, with kernels that other runs share; `label` is an optimizer or `CONTROL`."""
     start = time.perf_counter()
     template = kernels.template
     store = allocate_host_store(template.spec, gradient_dtype=config.optimizer.gradient_dtype)
     for index, slabs in enumerate(store.layers):
         for name, value in init_parameters(template, index, jax.random.key(config.training.seed)).items():
-            slabs.set_master(name, value)
+            rounded = value.astype(ml_dtypes.bfloat16) if label == CONTROL else value
+            slabs.set_master(name, rounded)
     executor = Executor(
         kernels,
         choose_plan(config, template),
@@ -103,7 +112,7 @@ def train(config: Config, kernels: Kernels, batches: Batches) -> Run:
     assert executor.applied_steps == config.training.steps
     executor.close()
     return Run(
-        config.optimizer.name,
+        label,
         config.optimizer.clip_norm,
         config.training.seed,
         config.data.rows,
@@ -143,7 +152,9 @@ def table(runs: list[Run]) -> str:
         )
         lines.append("|---" * (len(SEEDS) + 3) + "|")
         means = {}
-        for optimizer in OPTIMIZERS:
+        for optimizer in (*OPTIMIZERS, CONTROL):
+            if all(run.optimizer != optimizer for run in chosen):
+                continue
             by_seed = {run.seed: run for run in chosen if run.optimizer == optimizer}
             losses = [by_seed[seed].losses[1] for seed in SEEDS if seed in by_seed]
             cells = [f"{by_seed[seed].losses[1]:.4f}" if seed in by_seed else "-" for seed in SEEDS]
@@ -155,9 +166,10 @@ def table(runs: list[Run]) -> str:
             lines.append(f"| {optimizer} | " + " | ".join(cells) + " |")
         before = statistics.mean(run.losses[0] for run in chosen)
         lines += ["", f"Before training {before:.4f}."]
-        if len(means) == len(OPTIMIZERS):
-            ratio = means["hybrid8bit"] / means["fp32_adamw"]
-            lines[-1] += f" Mean of hybrid8bit over mean of fp32_adamw: {ratio:.4f}."
+        for optimizer in means:
+            if optimizer != "fp32_adamw" and "fp32_adamw" in means:
+                ratio = means[optimizer] / means["fp32_adamw"]
+                lines[-1] += f" Mean of {optimizer} over mean of fp32_adamw: {ratio:.4f}."
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -180,6 +192,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--only", choices=(*OPTIMIZERS, CONTROL), help="train this alone")
     parser.add_argument("--folder", type=pathlib.Path, default=RESULTS)
     arguments = parser.parse_args()
     file = arguments.folder / "optimizer_training.json"
@@ -188,40 +201,40 @@ def main() -> None:
 
     kernels = None
     wanted = []
-    for seed in SEEDS:
-        for clip_norm in CLIP_NORMS:
-            for optimizer in OPTIMIZERS:
-                key = (optimizer, clip_norm, seed, *batch_and_steps, learning_rate)
-                wanted.append(key)
-                runs = read_runs(file)
-                if any(run.key == key for run in runs):
-                    continue
-                settings = {
-                    "optimizer.name": optimizer,
-                    "optimizer.clip-norm": clip_norm,
-                    "optimizer.learning-rate": learning_rate,
-                    "optimizer.warmup-steps": WARMUP_STEPS,
-                    "training.seed": seed,
-                    "training.steps": arguments.steps,
-                    "data.seed": seed,
-                    "data.rows": arguments.rows,
-                    "data.sequence-length": arguments.length,
-                    "plan.microbatches": 1,
-                }
-                words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-                config = load_config(CONFIG, words)
-                if kernels is None:
-                    template = build_template(read_architecture(config)[0])
-                    types = config.model.compute_dtype, config.optimizer.gradient_dtype
-                    kernels = Kernels(template, data_mesh(), *types)
-                # The training order begins anew for every run.
-                batches = read_batches(config.data, load_tokenizer(), EVALUATED_ROWS)
-                run = train(config, kernels, batches)
-                print(
-                    f"{optimizer} clip {clip_norm} seed {seed}: {run.losses[1]:.4f}, {run.seconds:.0f} s",
-                    flush=True,
-                )
-                file.write_text(json.dumps([dataclasses.asdict(r) for r in [*runs, run]], indent=1) + "\n")
+    for clip_norm, seed, optimizer in ORDER:
+        if arguments.only not in (None, optimizer):
+            continue
+        key = (optimizer, clip_norm, seed, *batch_and_steps, learning_rate)
+        wanted.append(key)
+        if any(run.key == key for run in read_runs(file)):
+            continue
+        settings = {
+            "optimizer.name": optimizer.partition(",")[0],
+            "optimizer.clip-norm": clip_norm,
+            "optimizer.learning-rate": learning_rate,
+            "optimizer.warmup-steps": WARMUP_STEPS,
+            "training.seed": seed,
+            "training.steps": arguments.steps,
+            "data.seed": seed,
+            "data.rows": arguments.rows,
+            "data.sequence-length": arguments.length,
+            "plan.microbatches": 1,
+        }
+        words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        config = load_config(CONFIG, words)
+        if kernels is None:
+            template = build_template(read_architecture(config)[0])
+            types = config.model.compute_dtype, config.optimizer.gradient_dtype
+            kernels = Kernels(template, data_mesh(), *types)
+        # The training order begins anew for every run.
+        batches = read_batches(config.data, load_tokenizer(), EVALUATED_ROWS)
+        run = train(config, kernels, batches, optimizer)
+        print(
+            f"{optimizer} clip {clip_norm} seed {seed}: {run.losses[1]:.4f}, {run.seconds:.0f} s",
+            flush=True,
+        )
+        entries = [dataclasses.asdict(entry) for entry in [*read_runs(file), run]]
+        file.write_text(json.dumps(entries, indent=1) + "\n")
 
     text = report([run for run in read_runs(file) if run.key in wanted])
     print(text)
