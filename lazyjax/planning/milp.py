@@ -35,6 +35,8 @@ from lazyjax.timeline import Resource
 _HIGHS_LIBRARY = "PMIP_HIGHS_LIBRARY"
 #: HiGHS keeps one pool of threads per process and refuses another number later.
 _THREADS = 2
+#: Twice the feasibility tolerance of the solvers.
+_TOLERANCE = 2e-7
 #: Share of the open decisions that one round of a dive rounds up.
 _DIVE_SHARE = 0.2
 
@@ -127,7 +129,7 @@ def window_period(model: WindowModel, binaries: Float64[np.ndarray, "binaries"])
 class _Program:
     """The program of one problem.
 
-    Times are in units of a rough period and bytes in units of the largest capacity, so that the
+    Times are in units of a rough period and bytes in units of the smallest memory, so that the
     solver's tolerances mean the same for every model.
     """
 
@@ -139,7 +141,7 @@ class _Program:
         self.program = self.mip.Model(solver_name=solver)
         self.program.verbose = 0
         self.program.threads = _THREADS
-        self.byte_unit = float(max((*problem.capacity.values(), 1)))
+        self.byte_unit = float(min([size for size in problem.capacity.values() if size], default=1))
         self._decide()
         if timed:
             self._time()
@@ -182,12 +184,14 @@ class _Program:
         """Adds the capacity rows; False where one cannot hold whatever is decided."""
         for row in self.rows:
             capacity = float(self.problem.capacity[row.tier])
-            if slack is None and row.bytes.constant > capacity:
+            lowest = -self._highest(row.bytes * -1.0)
+            if slack is None and lowest > capacity:
                 return False
             if slack is None and self._highest(row.bytes) <= capacity:
                 continue
             left = self._expression(row.bytes, 1.0 / self.byte_unit)
-            right = capacity / self.byte_unit
+            # A solver may exceed a row by its tolerance; no plan may exceed the memory.
+            right = capacity / self.byte_unit * (1 - _TOLERANCE)
             self.program += left <= (right if slack is None else right + slack[row.tier])
         return True
 
@@ -327,7 +331,9 @@ class _Program:
         """Fewest bytes missing per tier, as a share of each capacity, over all decisions."""
         slack = {tier: self.program.add_var(lb=0.0) for tier in Tier}
         self.limit_memory(slack)
-        weight = {tier: self.byte_unit / max(1.0, float(self.problem.capacity[tier])) for tier in Tier}
+        # Relative to what there is; a tier of which there is nothing must not drown the others.
+        least = self.byte_unit / 1e3
+        weight = {tier: self.byte_unit / max(least, float(self.problem.capacity[tier])) for tier in Tier}
         self.program.objective = self.mip.minimize(self.mip.xsum(weight[tier] * slack[tier] for tier in Tier))
         with _quiet():
             self.program.optimize(max_seconds=time_limit_seconds)
