@@ -5,7 +5,6 @@ are checked at run time, and hypothesis draws the same examples every time.
 """
 
 import os
-import pathlib
 
 _FLAG = "--xla_force_host_platform_device_count=4"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
@@ -19,9 +18,6 @@ from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook("lazyjax", "beartype.beartype")
 
-_CACHE = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
-jax.config.update("jax_compilation_cache_dir", str(_CACHE))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_platforms", "cpu")
 
 hypothesis.settings.register_profile(
