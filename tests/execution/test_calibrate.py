@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+
 import pytest
 
-from lazyjax.execution.calibrate import calibrate, kernels_of
+from lazyjax.execution import calibrate as calibration
+from lazyjax.execution.calibrate import (
+    Contention,
+    calibrate,
+    contended_period,
+    kernels_of,
+)
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.hardware.profile import load_profile
 from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning.baselines import keep_all, recompute_all
 from lazyjax.planning.costs import measured_key, template_costs
 from lazyjax.planning.schedule import COMPUTE_KINDS, Kind, build_schedule
+from lazyjax.planning.simulate import Simulation
+from lazyjax.timeline import Event, Resource, Timeline
 from tests import tiny
 
 ROWS, TOKENS = 2, 12
@@ -42,7 +54,42 @@ def test_every_kernel_of_the_schedules_is_timed_and_used(tied: bool) -> None:
                 key = measured_key(operation, template.spec)
                 assert timed.operation_seconds(operation) == found.seconds[key] > 0
     block = template.spec.layers[1].kind
-    expected = max(
-        size for key, size in found.working_bytes.items() if key[:3] == (block, Kind.BACKWARD, ())
-    )
+    expected = max(size for key, size in found.working_bytes.items() if key[:3] == (block, Kind.BACKWARD, ()))
     assert timed.working_bytes(Kind.BACKWARD, 1, ()) == expected > 0
+
+
+def _simulation(*spans: tuple[Resource, float, float], period: float) -> Simulation:
+    events = tuple(
+        Event(1, index, "x", resource, 0, 0, start, end) for index, (resource, start, end) in enumerate(spans)
+    )
+    return Simulation(period, {}, {}, Timeline("simulated", events), 1)
+
+
+def test_only_what_overlaps_with_compute_delays_it() -> None:
+    # Half of the update, all of one copy and, folded into the next period, 0.5 s of the other.
+    simulation = _simulation(
+        (Resource.COMPUTE, 0.0, 4.0),
+        (Resource.CPU, 3.0, 5.0),
+        (Resource.H2D, 1.0, 2.0),
+        (Resource.D2H, 5.0, 6.5),
+        period=6.0,
+    )
+    contention = Contention(update=0.5, copies=0.2)
+    assert contended_period(simulation, contention) == pytest.approx(6.0 + 0.5 * 1 + 0.2 * (1 + 0.5))
+    assert contended_period(simulation, Contention(0.0, 0.0)) == 6.0
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_shares_a_resource_costs_its_whole_time_and_what_does_not_costs_nothing(shared: bool) -> None:
+    lock = threading.Lock()
+
+    def compute() -> None:
+        with lock:
+            time.sleep(0.02)
+
+    def beside() -> None:
+        with lock if shared else contextlib.nullcontext():
+            time.sleep(0.02)
+
+    share = calibration._lost_share(compute, beside, repeats=3)
+    assert share > 0.7 if shared else share < 0.3
