@@ -79,9 +79,12 @@ def main() -> None:
         if arguments.search:
             begun = time.monotonic()
             found = find_plan(request, time_limit_seconds=60.0)
+            prediction = found.plan.prediction if found.plan is not None else None
+            assert prediction is not None
+            micro = prediction.period_seconds / found.layer_period_seconds - 1
             print(
                 f"  search: {time.monotonic() - begun:.1f} s, period {found.layer_period_seconds:.3f} s, "
-                f"gap {found.gap:.2%}",
+                f"gap {found.gap:.2%}, microbatch by microbatch {micro:+.2%}",
                 flush=True,
             )
 
