@@ -4,7 +4,10 @@ Four virtual CPU devices serve the sharding tests (everything else uses the firs
 are checked at run time, and hypothesis draws the same examples every time.
 """
 
+import gc
 import os
+import pathlib
+from collections.abc import Iterator
 
 _FLAG = "--xla_force_host_platform_device_count=4"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
@@ -14,6 +17,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook("lazyjax", "beartype.beartype")
@@ -24,3 +28,18 @@ hypothesis.settings.register_profile(
     "lazyjax", max_examples=25, deadline=None, derandomize=True, database=None, print_blob=True
 )
 hypothesis.settings.load_profile("lazyjax")
+
+
+#: Every kernel that XLA:CPU compiles takes dozens of memory maps; Linux allows a process 65,530, and
+#: past that the compiler aborts. A test process compiles far more kernels than a training run.
+_MOST_MEMORY_MAPS = 15_000
+
+
+@pytest.fixture(autouse=True)
+def few_memory_maps() -> Iterator[None]:
+    """Drops compiled kernels after a test when they have piled up."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MEMORY_MAPS:
+        jax.clear_caches()
+        gc.collect()
