@@ -37,7 +37,7 @@ CASES = (
 )
 
 
-def request_of(case: Case) -> Request:
+def request_of(case: Case, *, nvme: bool = True) -> Request:
     """The planning question of one case."""
     return build_request(
         build_template(architecture("Qwen3.6-27B")),
@@ -45,7 +45,7 @@ def request_of(case: Case) -> Request:
         rows=case.rows,
         sequence_length=1024,
         host_bytes=None if case.host_gb is None else int(case.host_gb * 1e9),
-        nvme_bytes=0,
+        nvme_bytes=None if nvme else 0,
     )
 
 
@@ -53,11 +53,12 @@ def main() -> None:
     """Prints one line per case and solver."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--solver", choices=("CBC", "HIGHS"), action="append")
-    parser.add_argument("--limit", type=float, default=8.0, help="seconds per program")
+    parser.add_argument("--limit", type=float, default=9.5, help="seconds per program")
     parser.add_argument("--search", action="store_true")
+    parser.add_argument("--no-nvme", action="store_true", help="close the NVMe decisions")
     arguments = parser.parse_args()
     for case in CASES:
-        request = request_of(case)
+        request = request_of(case, nvme=not arguments.no_nvme)
         host = f"{request.capacity['host'] / 1e9:.0f} GB host"  # type: ignore[index]
         settings = next(
             plan

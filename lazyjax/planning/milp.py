@@ -35,6 +35,8 @@ from lazyjax.timeline import Resource
 _HIGHS_LIBRARY = "PMIP_HIGHS_LIBRARY"
 #: HiGHS keeps one pool of threads per process and refuses another number later.
 _THREADS = 2
+#: Relative gap to which the neighbourhood of the relaxation is searched.
+_NEIGHBOURHOOD_GAP = 2e-3
 #: Twice the feasibility tolerance of the solvers.
 _TOLERANCE = 2e-7
 #: Share of the open decisions that one round of a dive rounds up.
@@ -94,7 +96,8 @@ def solve(
     chosen = solver or solvers()[0]
     program = _Program(problem, chosen)
     warm = program.model.choices.encode(warm_start) if warm_start is not None else None
-    values, objective, bound = program.minimise_period(warm, cutoff_seconds, time_limit_seconds, relative_gap)
+    left_seconds = max(0.1, time_limit_seconds - (time.monotonic() - begun))
+    values, objective, bound = program.minimise_period(warm, cutoff_seconds, left_seconds, relative_gap)
     shortfall: Mapping[Tier, int] = {}
     if values is None and bound == math.inf and cutoff_seconds == math.inf:
         shortfall = memory_shortfall(problem, time_limit_seconds=time_limit_seconds, solver=chosen)
@@ -190,8 +193,8 @@ class _Program:
             if slack is None and self._highest(row.bytes) <= capacity:
                 continue
             left = self._expression(row.bytes, 1.0 / self.byte_unit)
-            # A solver may exceed a row by its tolerance; no plan may exceed the memory.
-            right = capacity / self.byte_unit * (1 - _TOLERANCE)
+            # A solver may exceed a row by its tolerance; no plan may exceed the memory by a byte.
+            right = (capacity - max(0.0, _TOLERANCE * capacity - 0.5)) / self.byte_unit
             self.program += left <= (right if slack is None else right + slack[row.tier])
         return True
 
@@ -257,7 +260,9 @@ class _Program:
             program += self.period <= cutoff_seconds / self.time_unit
         program.max_mip_gap = relative_gap
         if warm is None:
-            warm = self._dive(time_limit_seconds / 4)
+            begun = time.monotonic()
+            warm = self._first_plan(time_limit_seconds / 4)
+            time_limit_seconds = max(0.1, time_limit_seconds - (time.monotonic() - begun))
         if warm is not None:
             program.start = [
                 (variable, float(value))
@@ -275,6 +280,32 @@ class _Program:
             [round(variable.x) for variable in self.variables[: self.model.choices.binaries]], float
         )
         return values, float(program.objective_value) * self.time_unit, bound
+
+    def _first_plan(self, time_limit_seconds: float) -> Float64[np.ndarray, "binaries"] | None:
+        """The better of two roundings of the relaxation; None if both fail."""
+        begun = time.monotonic()
+        tries = [self._neighbourhood(time_limit_seconds / 2)]
+        tries.append(self._dive(time_limit_seconds - (time.monotonic() - begun)))
+        found = [values for values in tries if values is not None]
+        return min(found, key=lambda values: window_period(self.model, values), default=None)
+
+    def _neighbourhood(self, time_limit_seconds: float) -> Float64[np.ndarray, "binaries"] | None:
+        """The best assignment among decisions that the relaxation uses at least in part."""
+        optimal = self.mip.OptimizationStatus.OPTIMAL
+        binaries = self.variables[: self.model.choices.binaries]
+        gap, self.program.max_mip_gap = self.program.max_mip_gap, _NEIGHBOURHOOD_GAP
+        found = None
+        with _quiet():
+            if self.program.optimize(relax=True) == optimal:
+                for variable, value in zip(binaries, [variable.x for variable in binaries], strict=True):
+                    variable.ub = 1.0 if value > 1e-6 else 0.0
+                self.program.optimize(max_seconds=time_limit_seconds)
+                if self.program.num_solutions:
+                    found = np.array([float(round(variable.x)) for variable in binaries])
+        for variable in binaries:
+            variable.ub = 1.0
+        self.program.max_mip_gap = gap
+        return found
 
     def _dive(self, time_limit_seconds: float) -> Float64[np.ndarray, "binaries"] | None:
         """A good assignment by rounding the relaxation a few decisions at a time; None if that fails.

@@ -249,8 +249,13 @@ class Choices:
 
     def segment_sum(self, weight: Callable[[SegmentChoice], float]) -> Affine:
         """Sum of `weight` over the chosen segments."""
-        weights = {self.number[choice]: weight(choice) for choice in self.segments}
-        return Affine(0.0, {number: value for number, value in weights.items() if value})
+        # Segments are numbered first, in order.
+        terms: dict[int, Number] = {}
+        for number, choice in enumerate(self.segments):
+            value = weight(choice)
+            if value:
+                terms[number] = value
+        return Affine(0.0, terms)
 
     def save_sum(self, layer: int, weight: Callable[[int], float]) -> Affine:
         """`weight` of the chosen save option of `layer`."""
