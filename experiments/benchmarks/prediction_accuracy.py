@@ -19,6 +19,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
+
 from experiments.benchmarks.gpu_check import random_batch, random_store
 from experiments.benchmarks.provenance import provenance
 from lazyjax.batch import Batch
@@ -231,11 +233,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--optimizer", default="hybrid8bit")
     parser.add_argument("--output", type=pathlib.Path)
     options = parser.parse_args()
+    # Compute is one queue in every schedule, as on a GPU; XLA:CPU would otherwise run kernels of two
+    # microbatches side by side.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     template = model(options.blocks)
     chosen = plans(template, options.rows, options.length)
     batch = random_batch(options.rows, options.length, template.spec.vocabulary_size)
