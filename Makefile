@@ -41,7 +41,7 @@ imports: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
 pytest: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 environment: $(STAMP)
 
