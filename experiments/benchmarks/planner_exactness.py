@@ -18,8 +18,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float64
+from jaxtyping import Float64
 
+from lazyjax.planning.batch_replay import BatchReplay
 from lazyjax.planning.milp import solve, window_period
 from lazyjax.planning.plan import LayerPlan, Plan
 from lazyjax.planning.problem import Problem, SegmentChoice
@@ -197,46 +198,6 @@ def all_plans(
     return plans
 
 
-def periods(
-    model: WindowModel, plans: Float64[np.ndarray, "plans binaries"]
-) -> tuple[Float64[np.ndarray, "plans"], Bool[np.ndarray, "plans"]]:
-    """Steady-state periods of many plans at once, and which of them had settled."""
-    values = model.choices.complete(plans)
-    durations = model.durations(values)
-    count = len(plans)
-    conditions = {
-        id(condition): condition.value(values) > 0.5
-        for operation in model.operations
-        for _, condition in operation.waits
-        if condition is not None
-    }
-    previous: list[Any] | None = None
-    advances = np.zeros((count, len(model.operations)))
-    for _ in range(_STEPS):
-        end: list[Any] = [None] * len(model.operations)
-        free: dict[Resource, Any] = {}
-        if previous is not None:
-            for operation in model.operations:
-                free[operation.resource] = previous[operation.index]
-        for operation in model.operations:
-            begin = free[operation.resource] if operation.resource in free else np.zeros(count)
-            for wait, condition in operation.waits:
-                if condition is None:
-                    begin = np.maximum(begin, end[wait])
-                else:
-                    begin = np.where(conditions[id(condition)], np.maximum(begin, end[wait]), begin)
-            if previous is not None:
-                for wait in operation.waits_previous:
-                    begin = np.maximum(begin, previous[wait])
-            end[operation.index] = begin + durations[:, operation.index]
-            free[operation.resource] = end[operation.index]
-        if previous is not None:
-            advances = np.stack(end, axis=1) - np.stack(previous, axis=1)
-        previous = end
-    low, high = advances.min(axis=1), advances.max(axis=1)
-    return high, (high - low) <= 1e-10 * high
-
-
 def best_by_force(problem: Problem) -> float:
     """The smallest period over all plans that fit; infinite if none does."""
     model = WindowModel(problem)
@@ -247,7 +208,7 @@ def best_by_force(problem: Problem) -> float:
     plans = plans[fits]
     if not len(plans):
         return float("inf")
-    found, settled = periods(model, plans)
+    found, settled, _ = BatchReplay(model, rows).periods(model.choices.complete(plans), steps=_STEPS)
     best = float(found[settled].min()) if settled.any() else float("inf")
     # A plan that has not settled is worth a full replay only if its queues allow less than that.
     busy = np.max(

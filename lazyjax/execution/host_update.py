@@ -3,8 +3,8 @@
 Updates of one step run in forward order on one worker (an optimizer may use more threads inside
 itself); the executor waits for a layer's update only when it is about to fetch that layer.
 
-A layer's optimizer state may live on NVMe. The worker then reads it into one of two scratch
-copies, the next layer's while this one computes, and writes it back after the update.
+A layer's optimizer state may live on NVMe. It passes through a few scratch copies: the next
+layers' are read while this one computes, and the last ones' are still being written.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lazyjax.optim.base import HostOptimizer, HostState
+from lazyjax.planning.schedule import STATE_WINDOW
 from lazyjax.storage.host import HostStore
 from lazyjax.storage.nvme import NvmeStore
+
+#: Layers whose state is read before their turn; with the one in use fewer than all scratch copies.
+_READ_AHEAD = STATE_WINDOW // 2
 
 #: Called with `update`, `load_state` or `spill_state` and its start and end (perf_counter seconds).
 Timed = Callable[[str, float, float], None]
@@ -107,18 +111,18 @@ class HostUpdates:
             timed("spill_state", start, time.perf_counter())
 
     def _borrow(self, layer: int) -> _Borrowed:
-        """The layer's state in scratch memory; starts reading the next one that is queued."""
+        """The layer's state in scratch memory; starts reading the next ones that are queued."""
         self._queued.popleft()
         borrowed = self._reading.pop(layer, None) or self._read(layer, self._free_scratch(layer))
         borrowed.finish()
-        if self._queued and self._queued[0] != layer:
-            following = self._queued[0]
-            self._reading[following] = self._read(following, self._free_scratch(following))
+        for following in list(self._queued)[:_READ_AHEAD]:
+            if following != layer and following not in self._reading:
+                self._reading[following] = self._read(following, self._free_scratch(following))
         return borrowed
 
     def _free_scratch(self, layer: int) -> HostState:
         """The scratch copy that was used longest ago, if it has the right sizes, else a new one."""
-        if len(self._scratch) >= 2:
+        if len(self._scratch) >= STATE_WINDOW:
             oldest = self._scratch.pop(0)
             oldest.finish()
             wanted = self._optimizer.describe_state(self._store.layers[layer].layout)

@@ -105,7 +105,12 @@ def solve_cached(
         if console is not None:
             console.print(f"[dim]{line}[/dim]", highlight=False)
 
-    found = find_plan(request, time_limit_seconds=time_limit_seconds, progress=show)
+    found = find_plan(
+        request,
+        time_limit_seconds=time_limit_seconds,
+        warm_starts=list(baseline_plans(request).values()),
+        progress=show,
+    )
     if found.plan is None:
         raise InfeasibleError(infeasible_message(request, found))
     if folder is not None:
@@ -138,14 +143,20 @@ def verify_for(request: Request, plan: Plan) -> Verification:
     )
 
 
-def baseline_lines(request: Request) -> list[Line]:
-    """Every baseline in the same executor on the same machine, whole batch at once."""
+def baseline_plans(request: Request) -> dict[str, Plan]:
+    """Every baseline for the request's batch, whole batch at once."""
     names = [list(layer.residual_bytes) for layer in request.sizes(max(1, request.devices)).layers]
+    batch = {"rows": request.rows, "sequence_length": request.sequence_length}
+    plans = {name: baseline(request.spec, names, **batch) for name, baseline in BASELINES.items()}
+    if not request.capacity[Tier.NVME]:
+        plans = {name: without_nvme(plan) for name, plan in plans.items()}
+    return plans
+
+
+def baseline_lines(request: Request) -> list[Line]:
+    """What every baseline takes in the same executor on the same machine."""
     lines = []
-    for name, baseline in BASELINES.items():
-        plan = baseline(request.spec, names, rows=request.rows, sequence_length=request.sequence_length)
-        if not request.capacity[Tier.NVME]:
-            plan = without_nvme(plan)
+    for name, plan in baseline_plans(request).items():
         prediction = predict(request, plan)
         lines.append(Line(name, plan, prediction.period_seconds, prediction.peak_bytes))
     return lines

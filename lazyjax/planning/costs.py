@@ -139,6 +139,9 @@ class Costs:
     measured: Mapping[MeasuredKey, float] = dataclasses.field(default_factory=dict)
     measured_working_bytes: Mapping[MeasuredKey, int] = dataclasses.field(default_factory=dict)
     _known: dict[MeasuredKey, float] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    _known_sets: dict[str, Sequence[SaveSet]] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def operation_seconds(self, operation: Operation) -> float:
         """Seconds of one operation of a schedule.
@@ -174,7 +177,9 @@ class Costs:
 
     def save_sets(self, kind: str) -> Sequence[SaveSet]:
         """Sets of residuals worth keeping in layers of `kind`, the empty one first."""
-        return self.source.save_sets(kind, self._seconds)
+        if kind not in self._known_sets:
+            self._known_sets[kind] = self.source.save_sets(kind, self._seconds)
+        return self._known_sets[kind]
 
     def working_bytes(self, kind: Kind, layer: int, saved: tuple[str, ...]) -> int:
         """Device bytes that a compute operation needs besides its operands and results."""
@@ -209,12 +214,13 @@ class Costs:
             measured={**self.measured, **_sorted_names(seconds)},
             measured_working_bytes={**self.measured_working_bytes, **_sorted_names(working_bytes or {})},
             _known={},
+            _known_sets={},
         )
 
     def with_profile(self, profile: HardwareProfile) -> Costs:
         """The same work on other hardware; measured seconds are dropped."""
         return dataclasses.replace(
-            self, profile=profile, measured={}, measured_working_bytes={}, _known={}
+            self, profile=profile, measured={}, measured_working_bytes={}, _known={}, _known_sets={}
         )
 
     def _seconds(self, work: Work) -> float:

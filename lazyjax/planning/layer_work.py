@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from lazyjax.models.residuals import backward_from
-from lazyjax.models.template import LayerKind, ModelTemplate
+from lazyjax.models.template import Context, LayerKind, ModelTemplate
 from lazyjax.planning.flops import Graph, UnknownCostError, Work, between, saved_in_order, trace
-from lazyjax.planning.sizes import kind_inputs
 
 #: Row counts at which programs are traced; one row could lose an axis to broadcasting.
 _LOW_ROWS, _HIGH_ROWS = 2, 3
@@ -52,6 +51,17 @@ class SaveSet(NamedTuple):
     backward_seconds: float
 
 
+def kind_inputs(
+    kind: LayerKind, hidden_size: int, rows: int, sequence_length: int, compute_dtype: str
+) -> tuple[tuple[jax.ShapeDtypeStruct, ...], jax.ShapeDtypeStruct, Context]:
+    """Abstract (parameters, x, context) of one call of `kind` on [rows, sequence_length] tokens."""
+    dtype = jnp.dtype(compute_dtype)
+    tokens: Any = jax.ShapeDtypeStruct((rows, sequence_length), jnp.int32)
+    params = tuple(jax.ShapeDtypeStruct(tensor.shape, dtype) for tensor in kind.parameters)
+    hidden = jax.ShapeDtypeStruct((rows, sequence_length, hidden_size), dtype)
+    return params, tokens if kind.name == "embed" else hidden, Context(tokens, tokens)
+
+
 def forward_graph(kind: LayerKind, shape: CallShape, rows: int, saved: Collection[str] = ()) -> Graph:
     """The forward pass on `rows` x T tokens that also returns the tensors in `saved`."""
     graph = _forward(kind, shape, rows)
@@ -63,6 +73,12 @@ def backward_graph(kind: LayerKind, shape: CallShape, rows: int, saved: Collecti
     """The backward pass, recomputing what is not in `saved`: input gradient and flat float32 slab."""
     graph = _backward(kind, shape, rows)
     return graph.needed(graph.outputs, saved=saved) if saved else graph
+
+
+def named_bytes(kind: LayerKind, shape: CallShape, rows: int) -> dict[str, int]:
+    """Bytes of the tensors that a layer names, for `rows` x T tokens."""
+    graph = _forward(kind, shape, rows)
+    return {node.name: graph.sizes[node.outputs[0]] for node in graph.nodes if node.primitive == "name"}
 
 
 @functools.lru_cache(maxsize=256)
@@ -159,8 +175,7 @@ def save_sets(
 def _all_sets(
     kind: LayerKind, shape: CallShape, rows: int, seconds: Callable[[Work], float]
 ) -> list[SaveSet]:
-    graph = _backward(kind, shape, rows)
-    sizes = {n.name: graph.sizes[n.outputs[0]] for n in graph.nodes if n.primitive == "name"}
+    sizes = named_bytes(kind, shape, rows)
     names = tuple(name for name in kind.residual_names if name in sizes)
 
     def weigh(saved: Collection[str]) -> SaveSet:

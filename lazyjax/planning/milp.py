@@ -18,14 +18,16 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float64
 
+from lazyjax.planning.batch_replay import BatchReplay
+from lazyjax.planning.descent import descend
 from lazyjax.planning.plan import Plan
 from lazyjax.planning.problem import Affine, Problem
+from lazyjax.planning.rounding import Binaries, carry_round
 from lazyjax.planning.simulate import simulate
 from lazyjax.planning.window_memory import memory_rows
 from lazyjax.planning.windows import WindowModel, window_schedule
@@ -35,13 +37,8 @@ from lazyjax.timeline import Resource
 _HIGHS_LIBRARY = "PMIP_HIGHS_LIBRARY"
 #: HiGHS keeps one pool of threads per process and refuses another number later.
 _THREADS = 2
-#: Relative gap to which the neighbourhood of the relaxation is searched.
-_NEIGHBOURHOOD_GAP = 2e-3
 #: Twice the feasibility tolerance of the solvers.
 _TOLERANCE = 2e-7
-#: Share of the open decisions that one round of a dive rounds up.
-_DIVE_SHARE = 0.2
-
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
@@ -93,60 +90,75 @@ def solve(
         solver: `CBC` or `HIGHS`; the preferred one by default.
     """
     begun = time.monotonic()
-    chosen = solver or solvers()[0]
-    program = _Program(problem, chosen)
-    warm = program.model.choices.encode(warm_start) if warm_start is not None else None
-    left_seconds = max(0.1, time_limit_seconds - (time.monotonic() - begun))
-    values, objective, bound = program.minimise_period(warm, cutoff_seconds, left_seconds, relative_gap)
+    deadline = begun + time_limit_seconds
+    program = Program(problem, solver)
+    start, bound = None, program.relax()
+    if bound < math.inf:
+        starts = [] if warm_start is None else [program.model.choices.encode(warm_start)]
+        start = program.descend(starts, deadline)
+        start, bound = program.branch(
+            start, cutoff_seconds=cutoff_seconds, deadline=deadline, relative_gap=relative_gap
+        )
     shortfall: Mapping[Tier, int] = {}
-    if values is None and bound == math.inf and cutoff_seconds == math.inf:
-        shortfall = memory_shortfall(problem, time_limit_seconds=time_limit_seconds, solver=chosen)
-    elapsed = time.monotonic() - begun
-    if values is None:
-        return Solution(None, math.inf, math.inf, bound, shortfall, elapsed)
-    plan = program.model.choices.decode(values, "milp")
-    period = window_period(program.model, values)
-    return Solution(plan, period, objective, bound, {}, elapsed)
-
-
-def relaxed_period(problem: Problem, *, solver: str | None = None) -> float:
-    """The bound of the linear relaxation; infinite where not even that is feasible."""
-    program = _Program(problem, solver or solvers()[0])
-    return program.relax()
+    if start is None and bound == math.inf and cutoff_seconds == math.inf:
+        shortfall = memory_shortfall(problem, time_limit_seconds=time_limit_seconds, solver=solver)
+    if start is None:
+        return Solution(None, math.inf, math.inf, bound, shortfall, time.monotonic() - begun)
+    plan = program.model.choices.decode(start, "milp")
+    period = window_period(program.model, start)
+    objective = program.objective(start)
+    return Solution(plan, period, objective, bound, {}, time.monotonic() - begun)
 
 
 def memory_shortfall(
     problem: Problem, *, time_limit_seconds: float = 10.0, solver: str | None = None
 ) -> dict[Tier, int]:
     """Bytes missing per tier in the nearest miss; empty where some plan fits."""
-    program = _Program(problem, solver or solvers()[0], timed=False)
-    return program.shortfall(time_limit_seconds)
+    return Program(problem, solver, timed=False).leanest(time_limit_seconds)[1]
 
 
-def window_period(model: WindowModel, binaries: Float64[np.ndarray, "binaries"]) -> float:
+def leanest_plan(
+    problem: Problem, *, time_limit_seconds: float = 10.0, solver: str | None = None
+) -> Plan | None:
+    """Some plan that fits, whatever time it takes; None where there is none."""
+    program = Program(problem, solver, timed=False)
+    values, shortfall = program.leanest(time_limit_seconds)
+    return None if values is None or shortfall else program.model.choices.decode(values, "milp")
+
+
+def window_period(model: WindowModel, binaries: Binaries) -> float:
     """Period of an assignment at layer granularity, by replay."""
     schedule, seconds = window_schedule(model, model.choices.complete(binaries))
     return simulate(schedule, lambda operation: seconds[operation.index]).period_seconds
 
 
-class _Program:
-    """The program of one problem.
+class Program:
+    """The program of one problem: relaxed for a bound, descended from for a plan, branched for both.
 
     Times are in units of a rough period and bytes in units of the smallest memory, so that the
     solver's tolerances mean the same for every model.
+
+    Args:
+        solver: `CBC` or `HIGHS`; the preferred one by default.
+        timed: whether there are start times; without them only memory is asked for.
     """
 
-    def __init__(self, problem: Problem, solver: str, *, timed: bool = True) -> None:
+    def __init__(self, problem: Problem, solver: str | None = None, *, timed: bool = True) -> None:
         self.mip = _import_mip()
         self.problem = problem
         self.model = WindowModel(problem)
         self.rows = memory_rows(self.model)
-        self.program = self.mip.Model(solver_name=solver)
+        self.replay = BatchReplay(self.model, self.rows)
+        self.program = self.mip.Model(solver_name=solver or solvers()[0])
         self.program.verbose = 0
         self.program.threads = _THREADS
         self.byte_unit = float(min([size for size in problem.capacity.values() if size], default=1))
         self._decide()
+        self.binaries = self.variables[: self.model.choices.binaries]
+        self.bound: float | None = None
+        self.relaxed: Binaries | None = None
         if timed:
+            self._limit_memory()
             self._time()
 
     def _decide(self) -> None:
@@ -155,7 +167,7 @@ class _Program:
         self.scale = [1.0] * choices.binaries
         self.upper = [1.0] * choices.binaries
         for affine, right in choices.equalities():
-            self.program += self._expression(affine) == right
+            self._add(self._terms(affine), affine.constant - right, "=")
         for expressions in choices.derived:
             largest = max(
                 abs(part)
@@ -166,7 +178,8 @@ class _Program:
             variable = self.program.add_var(lb=0.0)
             for expression in expressions:
                 if expression.terms or expression.constant > 0:
-                    self.program += variable >= self._expression(expression, 1.0 / scale)
+                    terms = {**self._terms(expression, -1.0 / scale), variable: 1.0}
+                    self._add(terms, -expression.constant / scale, ">")
             self.variables.append(variable)
             self.scale.append(scale)
             self.upper.append(max(0.0, *(self._highest(expression) for expression in expressions)))
@@ -175,28 +188,37 @@ class _Program:
         """No assignment makes `affine` larger."""
         return affine.constant + sum(max(0.0, c) * self.upper[v] for v, c in affine.terms.items())
 
-    def _expression(self, affine: Affine, factor: float = 1.0) -> Any:
-        terms = self.mip.xsum(
-            coefficient * self.scale[v] * factor * self.variables[v]
+    def _terms(self, affine: Affine, factor: float = 1.0) -> dict[Any, float]:
+        """Columns of `factor` times an affine expression, without its constant."""
+        return {
+            self.variables[v]: coefficient * self.scale[v] * factor
             for v, coefficient in affine.terms.items()
             if coefficient
-        )
-        return terms + affine.constant * factor
+        }
 
-    def limit_memory(self, slack: Mapping[Tier, Any] | None = None) -> bool:
-        """Adds the capacity rows; False where one cannot hold whatever is decided."""
+    def _add(self, terms: dict[Any, float], constant: float, sense: str) -> None:
+        """Adds the row `terms + constant (sense) 0`; built whole, which is much faster than by operators."""
+        self.program.add_constr(self.mip.LinExpr(expr=terms, const=constant, sense=sense))
+
+    def _limit_memory(self, slack: Mapping[Tier, Any] | None = None) -> None:
+        """Adds the capacity rows that can bind."""
         for row in self.rows:
             capacity = float(self.problem.capacity[row.tier])
-            lowest = -self._highest(row.bytes * -1.0)
-            if slack is None and lowest > capacity:
-                return False
-            if slack is None and self._highest(row.bytes) <= capacity:
+            # Solvers take no empty rows; those that cannot hold make the problem hopeless anyway.
+            if slack is None and (not row.bytes.terms or self._highest(row.bytes) <= capacity):
                 continue
-            left = self._expression(row.bytes, 1.0 / self.byte_unit)
+            terms = self._terms(row.bytes, 1.0 / self.byte_unit)
             # A solver may exceed a row by its tolerance; no plan may exceed the memory by a byte.
             right = (capacity - max(0.0, _TOLERANCE * capacity - 0.5)) / self.byte_unit
-            self.program += left <= (right if slack is None else right + slack[row.tier])
-        return True
+            if slack is not None:
+                terms[slack[row.tier]] = -1.0
+            self._add(terms, row.bytes.constant / self.byte_unit - right, "<")
+
+    def _hopeless(self) -> bool:
+        """Whether a capacity cannot hold whatever is decided."""
+        return any(
+            -self._highest(row.bytes * -1.0) > self.problem.capacity[row.tier] for row in self.rows
+        )
 
     def _time(self) -> None:
         model = self.model
@@ -230,138 +252,116 @@ class _Program:
             for operation in model.operations:
                 if operation.resource is resource:
                     total += operation.seconds
-            if total.terms:
-                self.program += self.period >= self._expression(total, 1.0 / self.time_unit)
-            else:
-                self.program += self.period >= total.constant / self.time_unit
+            terms = {**self._terms(total, -1.0 / self.time_unit), self.period: 1.0}
+            self._add(terms, -total.constant / self.time_unit, ">")
         self.program.objective = self.mip.minimize(self.period)
 
     def _after(
         self, later: int, earlier: int, *, previous: bool = False, condition: Affine | None = None
     ) -> None:
-        seconds = self._expression(self.model.operations[earlier].seconds, 1.0 / self.time_unit)
-        end = self.start[earlier] + seconds
+        duration = self.model.operations[earlier].seconds * (-1.0 / self.time_unit)
         if condition is not None:
-            end = end - self.horizon * (1.0 - self._expression(condition))
-        self.program += (self.start[later] + self.period if previous else self.start[later]) >= end
-
-    def minimise_period(
-        self,
-        warm: Float64[np.ndarray, "binaries"] | None,
-        cutoff_seconds: float,
-        time_limit_seconds: float,
-        relative_gap: float,
-    ) -> tuple[Float64[np.ndarray, "binaries"] | None, float, float]:
-        """Best assignment (None: none), its objective and the proven bound, in seconds."""
-        if not self.limit_memory():
-            return None, math.inf, math.inf
-        program = self.program
-        if cutoff_seconds < math.inf:
-            program += self.period <= cutoff_seconds / self.time_unit
-        program.max_mip_gap = relative_gap
-        if warm is None:
-            begun = time.monotonic()
-            warm = self._first_plan(time_limit_seconds / 4)
-            time_limit_seconds = max(0.1, time_limit_seconds - (time.monotonic() - begun))
-        if warm is not None:
-            program.start = [
-                (variable, float(value))
-                for variable, value in zip(self.variables[: warm.size], warm, strict=True)
-            ]
-        with _quiet():
-            status = program.optimize(max_seconds=time_limit_seconds)
-        infeasible = self.mip.OptimizationStatus.INFEASIBLE
-        if status in (infeasible, self.mip.OptimizationStatus.INT_INFEASIBLE):
-            return None, math.inf, math.inf
-        bound = max(0.0, float(program.objective_bound)) * self.time_unit
-        if not program.num_solutions:
-            return None, math.inf, bound
-        values = np.array(
-            [round(variable.x) for variable in self.variables[: self.model.choices.binaries]], float
-        )
-        return values, float(program.objective_value) * self.time_unit, bound
-
-    def _first_plan(self, time_limit_seconds: float) -> Float64[np.ndarray, "binaries"] | None:
-        """The better of two roundings of the relaxation; None if both fail."""
-        begun = time.monotonic()
-        tries = [self._neighbourhood(time_limit_seconds / 2)]
-        tries.append(self._dive(time_limit_seconds - (time.monotonic() - begun)))
-        found = [values for values in tries if values is not None]
-        return min(found, key=lambda values: window_period(self.model, values), default=None)
-
-    def _neighbourhood(self, time_limit_seconds: float) -> Float64[np.ndarray, "binaries"] | None:
-        """The best assignment among decisions that the relaxation uses at least in part."""
-        optimal = self.mip.OptimizationStatus.OPTIMAL
-        binaries = self.variables[: self.model.choices.binaries]
-        gap, self.program.max_mip_gap = self.program.max_mip_gap, _NEIGHBOURHOOD_GAP
-        found = None
-        with _quiet():
-            if self.program.optimize(relax=True) == optimal:
-                for variable, value in zip(binaries, [variable.x for variable in binaries], strict=True):
-                    variable.ub = 1.0 if value > 1e-6 else 0.0
-                self.program.optimize(max_seconds=time_limit_seconds)
-                if self.program.num_solutions:
-                    found = np.array([float(round(variable.x)) for variable in binaries])
-        for variable in binaries:
-            variable.ub = 1.0
-        self.program.max_mip_gap = gap
-        return found
-
-    def _dive(self, time_limit_seconds: float) -> Float64[np.ndarray, "binaries"] | None:
-        """A good assignment by rounding the relaxation a few decisions at a time; None if that fails.
-
-        Solvers prove bounds quickly here but are slow to find such an assignment.
-        """
-        begun = time.monotonic()
-        optimal = self.mip.OptimizationStatus.OPTIMAL
-        binaries = self.variables[: self.model.choices.binaries]
-        raised: list[int] = []
-        found = None
-        share = _DIVE_SHARE
-        self.program.verbose = 0
-        with _quiet():
-            solved = self.program.optimize(relax=True) == optimal
-            while solved and time.monotonic() - begun < time_limit_seconds:
-                values = np.array([variable.x for variable in binaries])
-                open_ = [i for i, v in enumerate(values) if 1e-6 < v < 1 - 1e-6]
-                if not open_:
-                    found = np.round(values)
-                    break
-                # Once the segments are settled, keeping nothing inside the layers always fits.
-                segments = [i for i in open_ if i < len(self.model.choices.segments)]
-                open_ = sorted(segments or open_, key=lambda i: -values[i])
-                batch = open_[: max(1, int(len(open_) * share))]
-                for index in batch:
-                    binaries[index].lb = 1.0
-                raised += batch
-                solved = self.program.optimize(relax=True) == optimal
-                # Too much: take back the last ones until the rest is feasible again.
-                while not solved and raised and time.monotonic() - begun < time_limit_seconds:
-                    taken = raised.pop()
-                    binaries[taken].lb = 0.0
-                    if raised and raised[-1] in batch:
-                        continue
-                    binaries[taken].ub = 0.0
-                    solved = self.program.optimize(relax=True) == optimal
-                    share = min(share, 1.0 / len(open_))
-        for variable in binaries:
-            variable.lb, variable.ub = 0.0, 1.0
-        return found
+            duration = duration + self.horizon * (1.0 - condition)
+        terms = self._terms(duration)
+        if later != earlier:
+            terms[self.start[later]], terms[self.start[earlier]] = 1.0, -1.0
+        if previous:
+            terms[self.period] = 1.0
+        self._add(terms, duration.constant, ">")
 
     def relax(self) -> float:
-        """Objective of the linear relaxation."""
-        if not self.limit_memory():
-            return math.inf
+        """Seconds that the linear relaxation takes, a bound; infinite where not even that fits."""
+        if self.bound is None:
+            self.bound = math.inf
+            if not self._hopeless():
+                with _quiet():
+                    status = self.program.optimize(relax=True)
+                if status == self.mip.OptimizationStatus.OPTIMAL:
+                    self.bound = float(self.program.objective_value) * self.time_unit
+                    self.relaxed = np.array([variable.x for variable in self.binaries])
+        return self.bound
+
+    def descend(self, starts: Sequence[Binaries], deadline: float) -> Binaries | None:
+        """A good assignment, by descent from the rounded relaxation or from the best of `starts`.
+
+        Args:
+            deadline: of `time.monotonic`.
+        """
+        found = None
+        if self.relaxed is not None:
+            found = descend(self.replay, carry_round(self.model.choices, self.relaxed), deadline)
+        best = math.inf if found is None else window_period(self.model, found)
+        fitting = [values for values in starts if self._fits(values)]
+        period, start = min(
+            ((window_period(self.model, values), position) for position, values in enumerate(fitting)),
+            default=(math.inf, None),
+        )
+        if start is not None and period < best:
+            better = descend(self.replay, fitting[start], deadline)
+            found = fitting[start] if better is None else better
+        return found
+
+    def _fits(self, values: Binaries) -> bool:
+        completed = self.model.choices.complete(values[None])
+        return bool(self.replay.excess(completed)[0] <= 0)
+
+    def branch(
+        self,
+        start: Binaries | None,
+        *,
+        cutoff_seconds: float,
+        deadline: float,
+        relative_gap: float,
+    ) -> tuple[Binaries | None, float]:
+        """Branch and bound from `start`: the best assignment under the cutoff, and the proven bound.
+
+        The bound is infinite where nothing fits, and the cutoff where nothing fits below it.
+        """
+        bound = self.relax()
+        period = math.inf if start is None else window_period(self.model, start)
+        if period >= cutoff_seconds:
+            start, period = None, math.inf
+        left_seconds = deadline - time.monotonic()
+        if bound >= min(period * (1 - relative_gap), cutoff_seconds) or left_seconds <= 0:
+            return start, bound
+        program, statuses = self.program, self.mip.OptimizationStatus
+        self.period.ub = min(cutoff_seconds / self.time_unit, self.mip.INF)
+        program.max_mip_gap = relative_gap
+        if start is not None:
+            program.start = list(zip(self.binaries, map(float, start), strict=True))
+        with _quiet():
+            status = program.optimize(max_seconds=max(0.1, left_seconds))
+        # Solvers forget their results when a column changes. No period is negative: what is said to be
+        # unbounded is infeasible.
+        infeasible = status in (statuses.INFEASIBLE, statuses.INT_INFEASIBLE, statuses.UNBOUNDED)
+        # With a plan in hand, CBC means that there is no better one.
+        found, proven = None, period
+        if not infeasible:
+            proven = float(program.objective_bound) * self.time_unit
+            if program.num_solutions:
+                found = np.array([float(round(variable.x)) for variable in self.binaries])
+        self.period.ub = self.mip.INF
+        if found is not None and window_period(self.model, found) < period:
+            start = found
+        return start, max(bound, min(proven, cutoff_seconds))
+
+    def objective(self, values: Binaries) -> float:
+        """Seconds that the program gives an assignment; a replay must give the same."""
+        for variable, value in zip(self.binaries, values, strict=True):
+            variable.lb = variable.ub = float(value)
         with _quiet():
             status = self.program.optimize(relax=True)
-        if status != self.mip.OptimizationStatus.OPTIMAL:
-            return math.inf
-        return float(self.program.objective_value) * self.time_unit
+        objective = math.inf
+        if status == self.mip.OptimizationStatus.OPTIMAL:
+            objective = float(self.program.objective_value) * self.time_unit
+        for variable in self.binaries:
+            variable.lb, variable.ub = 0.0, 1.0
+        return objective
 
-    def shortfall(self, time_limit_seconds: float) -> dict[Tier, int]:
-        """Fewest bytes missing per tier, as a share of each capacity, over all decisions."""
+    def leanest(self, time_limit_seconds: float) -> tuple[Binaries | None, dict[Tier, int]]:
+        """The assignment that lacks the fewest bytes, as shares of each capacity, and what it lacks."""
         slack = {tier: self.program.add_var(lb=0.0) for tier in Tier}
-        self.limit_memory(slack)
+        self._limit_memory(slack)
         # Relative to what there is; a tier of which there is nothing must not drown the others.
         least = self.byte_unit / 1e3
         weight = {tier: self.byte_unit / max(least, float(self.problem.capacity[tier])) for tier in Tier}
@@ -369,10 +369,11 @@ class _Program:
         with _quiet():
             self.program.optimize(max_seconds=time_limit_seconds)
         if not self.program.num_solutions:
-            return {}
+            return None, {}
         # Less than this is the solver's tolerance.
         missing = {tier: math.ceil(slack[tier].x * self.byte_unit - 1e-3) for tier in Tier}
-        return {tier: value for tier, value in missing.items() if value > 1e-7 * self.byte_unit}
+        values = np.array([float(round(variable.x)) for variable in self.binaries])
+        return values, {tier: value for tier, value in missing.items() if value > 1e-7 * self.byte_unit}
 
 
 def _highs_library() -> str | None:

@@ -9,7 +9,9 @@ knows no solver and no model family.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
@@ -170,8 +172,7 @@ class Affine:
         return total
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SegmentChoice:
+class SegmentChoice(NamedTuple):
     """Layers start..end run backward from the boundary of `start`, kept at `home`."""
 
     start: int
@@ -212,12 +213,12 @@ class Choices:
         self.problem = problem
         head = problem.head
         self.blocks = range(1, head)
-        homes = HOMES if problem.nvme_boundaries else HOMES[:2]
+        self.homes = HOMES if problem.nvme_boundaries else HOMES[:2]
         self.segments = [
             SegmentChoice(start, end, home)
             for start in self.blocks
             for end in range(start, min(start + problem.longest_segment, head))
-            for home in homes
+            for home in self.homes
         ]
         self.saves = [
             SaveChoice(layer, option)
@@ -232,6 +233,17 @@ class Choices:
             *self.segments, *self.saves, *self.residents, *self.states,
         ]  # fmt: skip
         self.number = {choice: number for number, choice in enumerate(decisions)}
+        self._starting: dict[int, list[SegmentChoice]] = defaultdict(list)
+        self._ending: dict[int, list[SegmentChoice]] = defaultdict(list)
+        self._covering: dict[int, list[SegmentChoice]] = defaultdict(list)
+        for segment in self.segments:
+            self._starting[segment.start].append(segment)
+            self._ending[segment.end].append(segment)
+            for layer in range(segment.start, segment.end + 1):
+                self._covering[layer].append(segment)
+        self._saves_of: dict[int, list[SaveChoice]] = defaultdict(list)
+        for save in self.saves:
+            self._saves_of[save.layer].append(save)
         self.binaries = len(decisions)
         self.derived: list[tuple[Affine, ...]] = []
 
@@ -247,15 +259,29 @@ class Choices:
         self.derived.append(expressions)
         return Affine(0.0, {self.size - 1: 1.0})
 
-    def segment_sum(self, weight: Callable[[SegmentChoice], float]) -> Affine:
-        """Sum of `weight` over the chosen segments."""
-        # Segments are numbered first, in order.
-        terms: dict[int, Number] = {}
-        for number, choice in enumerate(self.segments):
-            value = weight(choice)
-            if value:
-                terms[number] = value
-        return Affine(0.0, terms)
+    def segments_from(self, layer: int) -> Sequence[SegmentChoice]:
+        """The segments that may start at `layer`."""
+        return self._starting[layer]
+
+    def saves_of(self, layer: int) -> Sequence[SaveChoice]:
+        """The save choices of `layer`; none where there is nothing to decide."""
+        return self._saves_of[layer]
+
+    def starting(self, layer: int, weight: Callable[[SegmentChoice], float]) -> Affine:
+        """`weight` of the chosen segment that starts at `layer`; 0 where none does."""
+        return self._weighed(self._starting[layer], weight)
+
+    def ending(self, layer: int, weight: Callable[[SegmentChoice], float]) -> Affine:
+        """`weight` of the chosen segment that ends at `layer`; 0 where none does."""
+        return self._weighed(self._ending[layer], weight)
+
+    def covering(self, layer: int, weight: Callable[[SegmentChoice], float]) -> Affine:
+        """`weight` of the chosen segment that `layer` belongs to; 0 for embedding and head."""
+        return self._weighed(self._covering[layer], weight)
+
+    def _weighed(self, among: Iterable[SegmentChoice], weight: Callable[[SegmentChoice], float]) -> Affine:
+        weights = {self.number[choice]: weight(choice) for choice in among}
+        return Affine(0.0, {number: value for number, value in weights.items() if value})
 
     def save_sum(self, layer: int, weight: Callable[[int], float]) -> Affine:
         """`weight` of the chosen save option of `layer`."""
@@ -279,10 +305,9 @@ class Choices:
         """One path of segments through the blocks; one save option per layer."""
         rows = []
         if self.blocks:
-            rows.append((self.segment_sum(lambda s: float(s.start == 1)), 1.0))
+            rows.append((self.starting(1, lambda s: 1.0), 1.0))
         for block in self.blocks[1:]:
-            flow = self.segment_sum(lambda s, at=block: float(s.start == at) - float(s.end == at - 1))
-            rows.append((flow, 0.0))
+            rows.append((self.starting(block, lambda s: 1.0) - self.ending(block - 1, lambda s: 1.0), 0.0))
         for layer in self.blocks:
             if len(self.problem.saves[layer]) > 1:
                 rows.append((self.save_sum(layer, lambda option: 1.0), 1.0))

@@ -56,6 +56,8 @@ OFFLOAD_WINDOW_ITEMS = 2
 GRADIENT_WINDOW = 2
 #: NVMe writes of activations in flight; their host copies are live until a later write waits.
 SPILL_WINDOW = 2
+#: Host copies through which optimizer state on NVMe passes: read ahead, in use, being written.
+STATE_WINDOW = 4
 #: Compute items ahead of its reload at which an NVMe read is issued.
 LOAD_AHEAD_ITEMS = 3
 
@@ -469,8 +471,8 @@ class _Builder:
             if on_nvme:
                 load = _Draft(Kind.LOAD_STATE, Resource.NVME_READ, layer, None, window)
                 load.bytes = self.sizes.layers[layer].state_bytes
-                if len(spills) >= 2:
-                    load.waits.add(spills[-2])
+                if len(spills) >= STATE_WINDOW:
+                    load.waits.add(spills[-STATE_WINDOW])
                 update.waits.add(self._append(load))
             self.updates[layer] = self._append(update)
             if on_nvme:

@@ -1,26 +1,29 @@
 """The outer search: microbatches, prefetch windows, handoff and update around the program.
 
-For every setting the linear relaxation bounds what it can reach; settings are solved in that
-order until no bound undercuts the best plan. The fields that only the microbatch schedule feels
-(`reload_ahead`, one slab more or less in flight) are then tuned by replaying it.
+For every setting the linear relaxation bounds what it can reach, and descent from it finds a plan
+close to that. Branch and bound then closes what gap is left, setting by setting. The fields that
+only the microbatch schedule feels (`reload_ahead`, one slab more or less in flight) are tuned by
+replaying it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 from lazyjax.planning.layer_work import SaveSet
-from lazyjax.planning.milp import memory_shortfall, relaxed_period, solve
-from lazyjax.planning.plan import LayerPlan, Plan, Prediction
+from lazyjax.planning.milp import Program, leanest_plan, memory_shortfall, window_period
+from lazyjax.planning.plan import LayerPlan, Plan, PlanError, Prediction
 from lazyjax.planning.problem import Problem, save_options
+from lazyjax.planning.rounding import Binaries
 from lazyjax.planning.schedule import Kind, ModelSizes, Operation, build_schedule
 from lazyjax.planning.simulate import simulate
-from lazyjax.planning.verify import state_bytes_per_tier, used_bytes
+from lazyjax.planning.verify import PERIOD_TOLERANCE, VerificationError, state_bytes_per_tier, used_bytes
 from lazyjax.specs import ModelSpec, Tier
 
 Handoff = Literal["device", "host"]
@@ -30,6 +33,10 @@ Update = Literal["deferred", "immediate"]
 _RELOAD_AHEAD = (1, 2, 3, 4, 6)
 #: Tokens of the microbatch for which sets of residuals are weighed.
 _USUAL_TOKENS = 8192
+#: Settings, the most promising ones, that are descended on before any is branched on.
+_DESCENTS = 2
+#: Seconds that branching on one setting gets at least.
+_LEAST_SECONDS = 1.0
 #: Layers per segment that the search considers.
 LONGEST_SEGMENT = 4
 
@@ -206,72 +213,177 @@ def lean_problem(request: Request, settings: Plan) -> Problem:
     )
 
 
+@dataclasses.dataclass
+class _Candidate:
+    """A setting with its program, and what is known of it so far; `tries` of branching."""
+
+    settings: Plan
+    program: Program
+    bound_seconds: float
+    period_seconds: float | None = None
+    tries: int = 0
+
+    def attempt(self) -> Attempt:
+        return Attempt(self.settings, self.bound_seconds, self.period_seconds)
+
+
+class _Search:
+    """The best assignment so far, among all candidates."""
+
+    def __init__(self, candidates: Sequence[_Candidate], relative_gap: float) -> None:
+        self.candidates = sorted(candidates, key=lambda candidate: candidate.bound_seconds)
+        self.relative_gap = relative_gap
+        self.period_seconds = math.inf
+        self.best: tuple[_Candidate, Binaries] | None = None
+
+    @property
+    def bound_seconds(self) -> float:
+        """No plan of any candidate is faster."""
+        return min(self.period_seconds, *(candidate.bound_seconds for candidate in self.candidates), math.inf)
+
+    @property
+    def target_seconds(self) -> float:
+        """Periods from here on are close enough to the best."""
+        return self.period_seconds * (1 - self.relative_gap)
+
+    def open_candidates(self) -> list[_Candidate]:
+        """Those that may have a plan better by more than the gap; least tried and most promising first."""
+        open_ = [c for c in self.candidates if c.bound_seconds < self.target_seconds]
+        return sorted(open_, key=lambda candidate: (candidate.tries, candidate.bound_seconds))
+
+    def offer(self, candidate: _Candidate, values: Binaries) -> None:
+        """Takes an assignment if it is the best so far."""
+        period = window_period(candidate.program.model, values)
+        if candidate.period_seconds is None or period < candidate.period_seconds:
+            candidate.period_seconds = period
+        if period < self.period_seconds:
+            self.period_seconds, self.best = period, (candidate, values)
+
+    def starts(self, candidate: _Candidate, plans: Iterable[Plan]) -> list[Binaries]:
+        """Those of `plans`, and the best one so far, that are plans of the candidate's problem."""
+        choices = candidate.program.model.choices
+        if self.best is not None:
+            found, values = self.best
+            plans = [*plans, found.program.model.choices.decode(values, "milp")]
+        starts = []
+        for plan in plans:
+            with contextlib.suppress(PlanError):
+                starts.append(choices.encode(plan))
+        return starts
+
+
 def find_plan(
     request: Request,
     *,
     time_limit_seconds: float = 60.0,
-    solve_limit_seconds: float = 10.0,
     relative_gap: float = 0.005,
-    warm_start: Plan | None = None,
+    warm_starts: Sequence[Plan] = (),
     solver: str | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Found:
     """The plan with the shortest period over all settings and layer decisions.
 
+    First every setting's relaxation is solved, for a bound and for a plan by descent; then settings
+    whose bound leaves room for a better plan are branched on, the most promising one first, until
+    the gap or the time is reached.
+
     Args:
-        relative_gap: a setting whose bound is less than this below the best is not solved.
+        relative_gap: between period and proven bound at which the search ends.
+        warm_starts: plans to start from, where they are within a problem's decisions.
         progress: gets one line per setting.
     """
     begun = time.monotonic()
-    problems: list[Problem] = []
-    bounds: list[Attempt] = []
+    deadline = begun + time_limit_seconds
+    candidates = _relaxed_candidates(request, solver, progress)
+    search = _Search(candidates, relative_gap)
+    for rank, candidate in enumerate(search.candidates):
+        enough = search.best is not None and (rank >= _DESCENTS or time.monotonic() >= deadline)
+        if enough or candidate.bound_seconds >= search.target_seconds:
+            break
+        values = candidate.program.descend(search.starts(candidate, warm_starts), deadline)
+        if values is not None:
+            search.offer(candidate, values)
+            progress(f"{_name(candidate.settings)}: {candidate.period_seconds:.3f} s")
+    if search.best is None:
+        _start_lean(request, search, deadline)
+    while time.monotonic() < deadline and (open_ := search.open_candidates()):
+        share = (deadline - time.monotonic()) / len(open_)
+        _branch(search, open_[0], time.monotonic() + max(_LEAST_SECONDS, share), progress)
+    if search.best is None:
+        lean = [lean_problem(request, candidate.settings) for candidate in candidates]
+        attempts = tuple(candidate.attempt() for candidate in candidates)
+        shortfall = nearest_miss(lean)
+        elapsed = time.monotonic() - begun
+        return Found(None, attempts, math.inf, search.bound_seconds, shortfall, elapsed)
+    return _found(request, search, begun)
+
+
+def _relaxed_candidates(
+    request: Request, solver: str | None, progress: Callable[[str], None]
+) -> list[_Candidate]:
+    candidates: list[_Candidate] = []
     for settings in settings_of(request):
         # What fits without the detour of activations through the host does not need it.
         detour = settings.handoff == "host" and request.handoff is None
-        if detour and any(math.isfinite(attempt.bound_seconds) for attempt in bounds):
+        if detour and any(math.isfinite(candidate.bound_seconds) for candidate in candidates):
             continue
-        if _deeper_one_fits(settings, bounds):
+        if _deeper_one_fits(settings, candidates):
             continue
-        problem = problem_of(request, settings)
-        bound = relaxed_period(problem, solver=solver)
-        bounds.append(Attempt(settings, bound))
-        problems.append(problem)
-        progress(
-            f"{_name(settings)}: at least {bound:.3f} s"
-            if math.isfinite(bound)
-            else f"{_name(settings)}: too large"
+        program = Program(problem_of(request, settings), solver)
+        candidate = _Candidate(settings, program, program.relax())
+        candidates.append(candidate)
+        bound = candidate.bound_seconds
+        fits = math.isfinite(bound)
+        progress(f"{_name(settings)}: " + (f"at least {bound:.3f} s" if fits else "too large"))
+    return candidates
+
+
+def _start_lean(request: Request, search: _Search, deadline: float) -> None:
+    """Descent from plans that need the least memory, where descent from the relaxation found none."""
+    for candidate in search.candidates:
+        if not math.isfinite(candidate.bound_seconds) or time.monotonic() >= deadline:
+            return
+        leanest = leanest_plan(lean_problem(request, candidate.settings))
+        if leanest is not None:
+            start = candidate.program.model.choices.encode(leanest)
+            values = candidate.program.descend([start], deadline)
+            search.offer(candidate, start if values is None else values)
+            return
+
+
+def _branch(
+    search: _Search, candidate: _Candidate, deadline: float, progress: Callable[[str], None]
+) -> None:
+    """Branch and bound on one candidate, until it is better, closed or out of time."""
+    own = search.best is not None and search.best[0] is candidate
+    assert search.best is None or math.isfinite(search.period_seconds)
+    start = search.best[1] if own and search.best is not None else None
+    values, bound = candidate.program.branch(
+        start,
+        # Elsewhere only what is better by more than the gap is of interest.
+        cutoff_seconds=math.inf if own or search.best is None else search.target_seconds,
+        deadline=deadline,
+        relative_gap=search.relative_gap,
+    )
+    candidate.bound_seconds = max(candidate.bound_seconds, bound)
+    candidate.tries += 1
+    if values is not None:
+        search.offer(candidate, values)
+    progress(f"{_name(candidate.settings)}: {search.period_seconds:.3f} s, bound {bound:.3f} s")
+
+
+def _found(request: Request, search: _Search, begun: float) -> Found:
+    assert search.best is not None
+    candidate, values = search.best
+    objective = candidate.program.objective(values)
+    if abs(objective - search.period_seconds) > PERIOD_TOLERANCE * search.period_seconds:
+        raise VerificationError(
+            f"the program's objective is {objective} s, the replay takes {search.period_seconds} s"
         )
-    attempts: list[Attempt] = []
-    best, best_period, best_settings = None, math.inf, None
-    for attempt, problem in sorted(
-        zip(bounds, problems, strict=True), key=lambda pair: pair[0].bound_seconds
-    ):
-        left = time_limit_seconds - (time.monotonic() - begun)
-        settled = attempt.bound_seconds >= best_period * (1 - relative_gap)
-        if not math.isfinite(attempt.bound_seconds) or settled or (best is not None and left <= 0):
-            attempts.append(attempt)
-            continue
-        solution = solve(
-            problem,
-            warm_start=warm_start if _within(warm_start, attempt.settings) else None,
-            cutoff_seconds=best_period,
-            time_limit_seconds=max(1.0, min(solve_limit_seconds, left)),
-            relative_gap=relative_gap / 2,
-            solver=solver,
-        )
-        bound = max(attempt.bound_seconds, min(solution.bound_seconds, best_period))
-        attempts.append(Attempt(attempt.settings, bound, solution.period_seconds if solution.plan else None))
-        if solution.plan is not None and solution.period_seconds < best_period:
-            best, best_period, best_settings = solution.plan, solution.period_seconds, attempt.settings
-        progress(f"{_name(attempt.settings)}: {solution.period_seconds:.3f} s, bound {bound:.3f} s")
-    bound = min((attempt.bound_seconds for attempt in attempts), default=math.inf)
-    if best is None or best_settings is None:
-        lean = [lean_problem(request, attempt.settings) for attempt in attempts]
-        shortfall = nearest_miss(lean)
-        return Found(None, tuple(attempts), math.inf, bound, shortfall, time.monotonic() - begun)
-    plan = tune(request, best)
+    plan = tune(request, candidate.program.model.choices.decode(values, "milp"))
     elapsed = time.monotonic() - begun
-    found = Found(plan, tuple(attempts), best_period, min(bound, best_period), {}, elapsed)
+    attempts = tuple(candidate.attempt() for candidate in search.candidates)
+    found = Found(plan, attempts, search.period_seconds, search.bound_seconds, {}, elapsed)
     assert plan.prediction is not None
     prediction = plan.prediction.model_copy(
         update={"bound_seconds": found.bound_seconds, "gap": found.gap, "solve_seconds": elapsed}
@@ -374,20 +486,15 @@ def feasible(request: Request) -> bool:
     return any(not memory_shortfall(lean_problem(request, settings)) for settings in candidates)
 
 
-def _deeper_one_fits(settings: Plan, bounds: Sequence[Attempt]) -> bool:
+def _deeper_one_fits(settings: Plan, candidates: Sequence[_Candidate]) -> bool:
     """Whether the same setting with more slabs ahead has already been found feasible."""
     return any(
-        math.isfinite(attempt.bound_seconds)
-        and (attempt.settings.handoff, attempt.settings.microbatches)
+        math.isfinite(candidate.bound_seconds)
+        and (candidate.settings.handoff, candidate.settings.microbatches)
         == (settings.handoff, settings.microbatches)
-        and attempt.settings.prefetch >= settings.prefetch
-        for attempt in bounds
+        and candidate.settings.prefetch >= settings.prefetch
+        for candidate in candidates
     )
-
-
-def _within(plan: Plan | None, settings: Plan) -> bool:
-    fields = ("microbatches", "prefetch", "backward_prefetch", "handoff", "update", "rows")
-    return plan is not None and all(getattr(plan, field) == getattr(settings, field) for field in fields)
 
 
 def _name(settings: Plan) -> str:

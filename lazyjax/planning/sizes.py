@@ -6,29 +6,13 @@ Shapes come from tracing the layers; nobody types a size twice. Time is not know
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-
-from lazyjax.models.residuals import residual_shapes
-from lazyjax.models.template import Context, LayerKind, ModelTemplate
+from lazyjax.models.template import ModelTemplate
+from lazyjax.planning.layer_work import CallShape, named_bytes
 from lazyjax.planning.schedule import LayerSizes, ModelSizes
 from lazyjax.specs import item_bytes, slab_layout
 
 #: Tokens, targets, segments, positions as int32 and the loss mask as bool.
 BATCH_BYTES_PER_TOKEN = 4 * 4 + 1
-
-
-def kind_inputs(
-    kind: LayerKind, hidden_size: int, rows: int, sequence_length: int, compute_dtype: str
-) -> tuple[tuple[jax.ShapeDtypeStruct, ...], jax.ShapeDtypeStruct, Context]:
-    """Abstract (parameters, x, context) of one call of `kind` on [rows, sequence_length] tokens."""
-    dtype = jnp.dtype(compute_dtype)
-    tokens: Any = jax.ShapeDtypeStruct((rows, sequence_length), jnp.int32)
-    params = tuple(jax.ShapeDtypeStruct(tensor.shape, dtype) for tensor in kind.parameters)
-    hidden = jax.ShapeDtypeStruct((rows, sequence_length, hidden_size), dtype)
-    return params, tokens if kind.name == "embed" else hidden, Context(tokens, tokens)
 
 
 def model_sizes(
@@ -51,14 +35,11 @@ def model_sizes(
     if rows % devices:
         raise ValueError(f"microbatch of {rows} rows cannot be split over {devices} devices")
     spec = template.spec
+    shape = CallShape(spec.hidden_size, sequence_length, compute_dtype)
     residuals: dict[str, dict[str, int]] = {}
     for kind in template.kinds.values():
-        inputs = kind_inputs(kind, spec.hidden_size, rows // devices, sequence_length, compute_dtype)
-        shapes = residual_shapes(kind.apply, kind.residual_names, *inputs) if kind.residual_names else ()
-        residuals[kind.name] = {
-            name: shape.size * shape.dtype.itemsize
-            for name, shape in zip(kind.residual_names, shapes, strict=True)
-        }
+        named = named_bytes(kind, shape, rows // devices) if kind.residual_names else {}
+        residuals[kind.name] = {name: named[name] for name in kind.residual_names}
     hidden_bytes = rows * sequence_length * spec.hidden_size * item_bytes(compute_dtype) // devices
     layers = []
     for index, layer in enumerate(spec.layers):

@@ -12,7 +12,15 @@ from collections.abc import Mapping
 
 from lazyjax.planning.plan import Plan
 from lazyjax.planning.problem import WorkingBytes, no_working_bytes
-from lazyjax.planning.schedule import COMPUTE_KINDS, Kind, ModelSizes, Place, Schedule, build_schedule
+from lazyjax.planning.schedule import (
+    COMPUTE_KINDS,
+    STATE_WINDOW,
+    Kind,
+    ModelSizes,
+    Place,
+    Schedule,
+    build_schedule,
+)
 from lazyjax.planning.simulate import OperationSeconds, Simulation, simulate
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
@@ -155,8 +163,12 @@ def used_bytes(schedule: Schedule, working_bytes: WorkingBytes = no_working_byte
 
 
 def state_bytes_per_tier(plan: Plan, sizes: ModelSizes) -> dict[Tier, int]:
-    """Where the plan puts the optimizer state."""
+    """Where the plan puts the optimizer state, and the host copies through which NVMe state passes."""
     total = dict.fromkeys(Tier, 0)
+    passing: list[int] = []
     for decided, layer in zip(plan.layers, sizes.layers, strict=True):
         total[Tier(decided.state)] += layer.state_bytes
+        if decided.state == "nvme":
+            passing.append(layer.state_bytes)
+    total[Tier.HOST] += sum(sorted(passing)[-STATE_WINDOW:])
     return total

@@ -15,8 +15,14 @@ from jaxtyping import Float64
 
 from lazyjax.planning.plan import Boundary
 from lazyjax.planning.problem import Affine, SegmentChoice
-from lazyjax.planning.schedule import LOAD_AHEAD_ITEMS, OFFLOAD_WINDOW_ITEMS, SPILL_WINDOW, Kind
-from lazyjax.planning.windows import STATE_WINDOW, WindowModel
+from lazyjax.planning.schedule import (
+    LOAD_AHEAD_ITEMS,
+    OFFLOAD_WINDOW_ITEMS,
+    SPILL_WINDOW,
+    STATE_WINDOW,
+    Kind,
+)
+from lazyjax.planning.windows import WindowModel
 from lazyjax.specs import Tier
 
 #: Inputs of one microbatch on the device at once, besides the reload window, where activations
@@ -74,9 +80,7 @@ class _Memory:
         if layer == self.head:
             return Affine(float(self.count * self.layers[layer].input_bytes))
         size = float(self.count * self.layers[layer].input_bytes)
-        return self.choices.segment_sum(
-            lambda s: size if s.start == layer and s.home is Boundary.DEVICE else 0.0
-        )
+        return self.choices.starting(layer, lambda s: size if s.home is Boundary.DEVICE else 0.0)
 
     def _leaving(self, layer: int) -> Affine:
         """Residuals of one microbatch on their way out; none for embedding and head."""
@@ -107,12 +111,9 @@ class _Memory:
             return Affine(2.0 * self.largest_input if self.streamed else 0.0)
         if self.streamed:
             return self._leaving(layer) + 2.0 * self.largest_input
-        return self._leaving(layer) + self.choices.segment_sum(
-            lambda s: (
-                float(self.layers[s.start].input_bytes)
-                if s.end == layer and s.home is not Boundary.DEVICE
-                else 0.0
-            )
+        return self._leaving(layer) + self.choices.ending(
+            layer,
+            lambda s: 0.0 if s.home is Boundary.DEVICE else float(self.layers[s.start].input_bytes),
         )
 
     def _coming_after(self, window: int, items: int) -> Affine:
@@ -238,14 +239,14 @@ class _Memory:
         """Inputs of all microbatches on the device because layers up to `layer` are recomputed."""
 
         def live(s: SegmentChoice) -> float:
-            if self.streamed or not s.start <= layer <= s.end or s.start == s.end:
+            if self.streamed or s.start == s.end:
                 return 0.0
             inputs = sum(self.layers[i].input_bytes for i in range(s.start + 1, layer + 1))
             if s.home is not Boundary.DEVICE:
                 inputs += self.layers[s.start].input_bytes
             return float(self.count * inputs)
 
-        return self.choices.segment_sum(live)
+        return self.choices.covering(layer, live)
 
     def _backward(self, layer: int, window: int, kept: list[Affine]) -> list[Affine]:
         layers, count = self.layers, self.count
@@ -265,7 +266,7 @@ class _Memory:
             if recompute > working.constant and self.problem.longest_segment > 1:
                 working = self.choices.derive(
                     working,
-                    self.choices.segment_sum(lambda s: float(recompute if s.start < s.end == layer else 0)),
+                    self.choices.ending(layer, lambda s: float(recompute if s.start < s.end else 0)),
                 )
         inputs = self._segment_inputs(layer)
         all_kept = kept[layer] + inputs
@@ -298,14 +299,12 @@ class _Memory:
             on_nvme = choices.state_on_nvme(layer)
             total += float(sizes.state_bytes) * (1.0 - 1.0 * on_nvme)
             if on_nvme.terms:
-                states.append(float((STATE_WINDOW + 1) * sizes.state_bytes) * on_nvme)
+                states.append(float(STATE_WINDOW * sizes.state_bytes) * on_nvme)
             if 0 < layer < self.head:
                 total += count * self._saved(layer, Tier.HOST)
                 size = float(count * sizes.input_bytes)
-                total += choices.segment_sum(
-                    lambda s, layer=layer, size=size: (
-                        size if s.start == layer and s.home is Boundary.HOST else 0.0
-                    )
+                total += choices.starting(
+                    layer, lambda s, size=size: size if s.home is Boundary.HOST else 0.0
                 )
         if states:
             total += choices.derive(*states)
@@ -322,10 +321,8 @@ class _Memory:
         if self.problem.longest_segment == 1:
             return Affine(fixed)
         segments = [
-            self.choices.segment_sum(
-                lambda s, end=end: (
-                    float(self.count * self.largest_input * (s.end - s.start)) if s.end == end else 0.0
-                )
+            self.choices.ending(
+                end, lambda s: float(self.count * self.largest_input * (s.end - s.start))
             )
             for end in self.choices.blocks
         ]
@@ -339,9 +336,7 @@ class _Memory:
 
         def there(layer: int) -> Affine:
             size = float(self.layers[layer].input_bytes)
-            return self.choices.segment_sum(
-                lambda s: size if s.start == layer and s.home is Boundary.NVME else 0.0
-            )
+            return self.choices.starting(layer, lambda s: size if s.home is Boundary.NVME else 0.0)
 
         for layer in self.choices.blocks:
             here = there(layer)
@@ -352,12 +347,9 @@ class _Memory:
             expressions.append((self.count + 1) * (here + following) + (SPILL_WINDOW + 2) * item)
             lingering = SPILL_WINDOW + 1
             loads = self.ahead + LOAD_AHEAD_ITEMS + 2 + lingering
-            coming = self._saved(layer, Tier.NVME) + self.choices.segment_sum(
-                lambda s, layer=layer: (
-                    float(self.layers[s.start].input_bytes)
-                    if s.end == layer and s.home is Boundary.NVME
-                    else 0.0
-                )
+            coming = self._saved(layer, Tier.NVME) + self.choices.ending(
+                layer,
+                lambda s: float(self.layers[s.start].input_bytes) if s.home is Boundary.NVME else 0.0,
             )
             expressions.append(loads * coming)
         return expressions
@@ -369,9 +361,7 @@ class _Memory:
             if 0 < layer < self.head:
                 total += self.count * self._saved(layer, Tier.NVME)
                 size = float(self.count * sizes.input_bytes)
-                total += self.choices.segment_sum(
-                    lambda s, layer=layer, size=size: (
-                        size if s.start == layer and s.home is Boundary.NVME else 0.0
-                    )
+                total += self.choices.starting(
+                    layer, lambda s, size=size: size if s.home is Boundary.NVME else 0.0
                 )
         return total

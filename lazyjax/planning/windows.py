@@ -25,6 +25,7 @@ from lazyjax.planning.schedule import (
     GRADIENT_WINDOW,
     LOAD_AHEAD_ITEMS,
     OFFLOAD_WINDOW_ITEMS,
+    STATE_WINDOW,
     Kind,
     Operation,
     Schedule,
@@ -34,8 +35,6 @@ from lazyjax.timeline import Resource
 
 #: Windows after which offloaded activations must have left the device.
 OFFLOAD_WINDOW = 2
-#: Layers whose optimizer state is on its way between NVMe and host.
-STATE_WINDOW = 2
 
 
 @dataclasses.dataclass
@@ -215,6 +214,7 @@ class WindowModel:
         for layer in range(self.problem.head + 1):
             waits = list(self._gradient.values())[-1:]
             if states:
+                # Counted in all layers, so fewer copies are under way than the schedule allows.
                 ahead = spills[-STATE_WINDOW : -STATE_WINDOW + 1]
                 load = self._append(
                     Kind.LOAD_STATE, layer, window, self._seconds.state(Kind.LOAD_STATE, layer), ahead
@@ -275,12 +275,9 @@ class _WindowSeconds:
         own = self.choices.save_sum(layer, lambda option: problem.compute_seconds(kind, layer, option))
         if kind is not Kind.BACKWARD or layer == 0:
             return own
-        return own + self.choices.segment_sum(
-            lambda s: (
-                sum(problem.compute_seconds(Kind.RECOMPUTE, again) for again in range(s.start, s.end))
-                if s.end == layer
-                else 0.0
-            )
+        return own + self.choices.ending(
+            layer,
+            lambda s: sum(problem.compute_seconds(Kind.RECOMPUTE, again) for again in range(s.start, s.end)),
         )
 
     def fetch(self, target: int, layer: int, depth: int) -> Affine:
@@ -296,13 +293,13 @@ class _WindowSeconds:
                 return Affine(slab(layer))
             # The tied table was on the device in the first window.
             return Affine() if target <= depth else slab(layer) * (1.0 - 1.0 * choices.resident(layer))
-        own = self._needed(1.0 + choices.segment_sum(lambda s: -float(_kept(s, layer, depth, head))), layer)
+        kept = choices.covering(layer, lambda s: float(_kept(s, layer, depth, head)))
+        own = self._needed(1.0 - kept, layer)
         total = slab(layer) * own
         for again in range(max(1, layer - problem.longest_segment + 1), layer):
-            recomputed = choices.segment_sum(
-                lambda s, again=again: float(
-                    s.end == layer and s.start <= again and not _kept_from_forward(s, depth, head)
-                )
+            recomputed = choices.ending(
+                layer,
+                lambda s, again=again: float(s.start <= again and not _kept_from_forward(s, depth, head)),
             )
             if recomputed.terms:
                 total += slab(again) * self._needed(recomputed, again)
@@ -322,18 +319,13 @@ class _WindowSeconds:
             if not self.streamed or target == head:
                 return Affine()
             once = self._input(Kind.RELOAD, layer, away)
-            return once + choices.segment_sum(
-                lambda s: -once if s.start == layer and s.home is Boundary.DEVICE else 0.0
-            )
+            return once - choices.starting(layer, lambda s: once if s.home is Boundary.DEVICE else 0.0)
         total = Affine()
         if layer:
             total += self._residuals(Kind.RELOAD, layer, Tier.HOST, Tier.NVME)
-            total += choices.segment_sum(
-                lambda s: (
-                    self._input(Kind.RELOAD, s.start)
-                    if s.end == layer and s.home is not Boundary.DEVICE
-                    else 0.0
-                )
+            total += choices.ending(
+                layer,
+                lambda s: 0.0 if s.home is Boundary.DEVICE else self._input(Kind.RELOAD, s.start),
             )
         if self.streamed:
             if layer < head - 1:
@@ -341,15 +333,15 @@ class _WindowSeconds:
             if layer:
                 # Recomputed inputs pass through the host: once for the next recomputation, once
                 # for their own backward pass; so does a segment's first input.
-                total += choices.segment_sum(
+                total += choices.covering(
+                    layer,
                     lambda s: (
                         sum(self._input(Kind.RELOAD, i) for i in range(s.start + 1, s.end + 1))
-                        if s.end == layer and s.start < s.end
+                        if s.end == layer
                         else self._input(Kind.RELOAD, layer)
-                        if s.start < layer < s.end
-                        or (s.start == layer < s.end and s.home is not Boundary.DEVICE)
+                        if s.start < layer or s.home is not Boundary.DEVICE
                         else 0.0
-                    )
+                    ),
                 )
         return total
 
@@ -362,35 +354,32 @@ class _WindowSeconds:
                 total += self._residuals(Kind.OFFLOAD, layer, Tier.HOST, Tier.NVME)
             following = layer + 1
             if following < head:
-                total += choices.segment_sum(
+                total += choices.covering(
+                    following,
                     lambda s: (
                         self._input(Kind.OFFLOAD, following)
                         if s.start == following and s.home is not Boundary.DEVICE
                         else self._input(Kind.OFFLOAD, following, away)
-                        if self.streamed and s.start < following <= s.end
+                        if self.streamed and s.start < following
                         else 0.0
-                    )
+                    ),
                 )
             return total
         if not self.streamed or layer == 0 or window == head:
             return Affine(self._input(Kind.OFFLOAD, head, away) if self.streamed and window == head else 0.0)
         total = Affine(self._input(Kind.OFFLOAD, layer, away))
-        return total + choices.segment_sum(
-            lambda s: (
-                sum(self._input(Kind.OFFLOAD, i) for i in range(s.start + 1, s.end + 1))
-                if s.end == layer
-                else 0.0
-            )
+        return total + choices.ending(
+            layer, lambda s: sum(self._input(Kind.OFFLOAD, i) for i in range(s.start + 1, s.end + 1))
         )
 
     def spill(self, layer: int) -> Affine:
-        return self._residuals(Kind.SPILL, layer, Tier.NVME) + self.choices.segment_sum(
-            lambda s: self._input(Kind.SPILL, layer) if s.start == layer and s.home is Boundary.NVME else 0.0
+        return self._residuals(Kind.SPILL, layer, Tier.NVME) + self.choices.starting(
+            layer, lambda s: self._input(Kind.SPILL, layer) if s.home is Boundary.NVME else 0.0
         )
 
     def load(self, layer: int) -> Affine:
-        return self._residuals(Kind.LOAD, layer, Tier.NVME) + self.choices.segment_sum(
-            lambda s: self._input(Kind.LOAD, s.start) if s.end == layer and s.home is Boundary.NVME else 0.0
+        return self._residuals(Kind.LOAD, layer, Tier.NVME) + self.choices.ending(
+            layer, lambda s: self._input(Kind.LOAD, s.start) if s.home is Boundary.NVME else 0.0
         )
 
     def residual_on_nvme(self, layer: int) -> Affine:
@@ -399,10 +388,10 @@ class _WindowSeconds:
         )
 
     def boundary_on_nvme(self, start: int, end: int) -> Affine:
-        return self.choices.segment_sum(lambda s: float(s == SegmentChoice(start, end, Boundary.NVME)))
+        return self.choices.ending(end, lambda s: float(s.start == start and s.home is Boundary.NVME))
 
     def segment_on_nvme(self, end: int) -> Affine:
-        return self.choices.segment_sum(lambda s: float(s.end == end and s.home is Boundary.NVME))
+        return self.choices.ending(end, lambda s: float(s.home is Boundary.NVME))
 
     def gradient(self, layer: int) -> Affine:
         gradient_bytes = self.problem.sizes.layers[layer].gradient_bytes

@@ -10,10 +10,10 @@ from experiments.benchmarks.planner_exactness import (
     all_plans,
     best_by_force,
     check,
-    periods,
     random_problem,
 )
-from lazyjax.planning.milp import memory_shortfall, relaxed_period, solve, solvers, window_period
+from lazyjax.planning.batch_replay import BatchReplay
+from lazyjax.planning.milp import Program, memory_shortfall, solve, solvers, window_period
 from lazyjax.planning.plan import PlanError
 from lazyjax.planning.schedule import build_schedule
 from lazyjax.planning.verify import state_bytes_per_tier
@@ -92,15 +92,17 @@ def test_batched_replay_agrees_with_the_simulator():
     problem = random_problem(4, most_plans=1500)
     model = WindowModel(problem)
     plans = all_plans(model, np.random.default_rng(0), most=8)
-    batched, settled = periods(model, plans)
-    for values, period in zip(plans[settled], batched[settled], strict=True):
+    replay = BatchReplay(model, memory_rows(model))
+    batched = replay.periods(model.choices.complete(plans), steps=14)
+    assert batched.settled.any()
+    for values, period in zip(plans[batched.settled], batched.seconds[batched.settled], strict=True):
         assert window_period(model, values) == pytest.approx(float(period), rel=1e-9)
 
 
 def test_relaxation_and_cutoff():
     problem = next(p for p in map(random_problem, range(50)) if solve(p).plan is not None)
     solution = solve(problem, relative_gap=1e-9)
-    assert relaxed_period(problem) <= solution.period_seconds * (1 + 1e-9)
+    assert Program(problem).relax() <= solution.period_seconds * (1 + 1e-9)
     assert solve(problem, cutoff_seconds=solution.period_seconds * 0.99).plan is None
     again = solve(problem, warm_start=solution.plan, relative_gap=1e-9)
     assert again.period_seconds == pytest.approx(solution.period_seconds, rel=1e-9)

@@ -1,0 +1,110 @@
+"""Rounding keeps running sums; descent only ever goes down, and ends near the best plan there is."""
+
+import dataclasses
+import time
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.benchmarks.planner_exactness import all_plans, best_by_force, random_problem
+from lazyjax.planning.batch_replay import BatchReplay
+from lazyjax.planning.descent import changes, descend
+from lazyjax.planning.milp import Program, window_period
+from lazyjax.planning.problem import Choices
+from lazyjax.planning.rounding import carry_round
+from lazyjax.planning.window_memory import memory_rows, peak_bytes
+from lazyjax.planning.windows import WindowModel
+from lazyjax.specs import Tier
+
+
+def is_plan(choices: Choices, values: np.ndarray) -> bool:
+    return set(np.unique(values)) <= {0.0, 1.0} and all(
+        affine.value(values) == right for affine, right in choices.equalities()
+    )
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 60), st.integers(0, 2**32 - 1))
+def test_rounding_gives_plans_with_the_same_running_sums(seed, weights):
+    problem = random_problem(seed, most_blocks=5, most_plans=None)
+    choices = WindowModel(problem).choices
+    rng = np.random.default_rng(weights)
+    plans = all_plans(WindowModel(problem), rng, most=5)
+    relaxed = rng.dirichlet(np.ones(len(plans))) @ plans
+    rounded = carry_round(choices, relaxed)
+    assert is_plan(choices, rounded)
+    for family in (choices.residents, choices.states):
+        numbers = [choices.number[choice] for choice in family]
+        ahead = np.cumsum(rounded[numbers]) - np.cumsum(relaxed[numbers])
+        assert np.all(ahead <= 1e-5)
+        assert np.all(ahead >= -1 - 1e-9)
+
+
+def test_rounding_leaves_plans_alone():
+    for seed in range(20):
+        problem = random_problem(seed, most_blocks=5, most_plans=None)
+        model = WindowModel(problem)
+        for values in all_plans(model, np.random.default_rng(seed), most=3):
+            np.testing.assert_array_equal(carry_round(model.choices, values), values)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 200))
+def test_changes_lead_from_plans_to_other_plans(seed):
+    model = WindowModel(random_problem(seed, most_blocks=5, most_plans=None))
+    values = all_plans(model, np.random.default_rng(seed), most=1)[0]
+    seen = set()
+    for change in changes(model.choices, values):
+        after = values.copy()
+        assert all(values[list(change.off)] == 1)
+        assert all(values[list(change.on)] == 0)
+        after[list(change.off)], after[list(change.on)] = 0.0, 1.0
+        assert is_plan(model.choices, after)
+        seen.add(after.tobytes())
+    assert values.tobytes() not in seen
+
+
+def test_descent_fits_never_loses_and_comes_close_to_brute_force():
+    ratios = []
+    for seed in range(12):
+        problem = random_problem(seed, most_plans=500)
+        force = best_by_force(problem)
+        program = Program(problem)
+        program.relax()
+        plans = all_plans(program.model, np.random.default_rng(seed), most=40)
+        completed = program.model.choices.complete(plans)
+        fitting = plans[program.replay.excess(completed) <= 0]
+        starts = [*fitting[:1], *plans[:2]]
+        for position, start in enumerate(starts):
+            found = descend(program.replay, start, time.monotonic() + 20)
+            if found is None:
+                assert position or not len(fitting)
+                continue
+            assert program.replay.excess(program.model.choices.complete(found[None]))[0] == 0
+            period = window_period(program.model, found)
+            assert period >= force * (1 - 1e-9)
+            if position == 0 and len(fitting):
+                assert period <= window_period(program.model, start) * (1 + 1e-6)
+                ratios.append(period / force)
+    assert len(ratios) >= 4
+    assert np.median(ratios) <= 1.02
+
+
+def test_descent_brings_memory_within_capacity():
+    """From the plan that keeps everything, on a machine that has room for half of it."""
+    found = 0
+    for seed in range(15):
+        problem = random_problem(seed, most_blocks=5, most_plans=None)
+        roomy = dataclasses.replace(problem, capacity=dict.fromkeys(Tier, 10**9))
+        model = WindowModel(roomy)
+        rows = memory_rows(model)
+        plans = all_plans(model, np.random.default_rng(seed), most=30)
+        peaks = peak_bytes(rows, model.choices.complete(plans))[Tier.DEVICE]
+        richest, leanest = int(np.argmax(peaks)), int(np.argmin(peaks))
+        capacity = {**roomy.capacity, Tier.DEVICE: int(peaks[leanest] + peaks[richest]) // 2 + 1}
+        tight = WindowModel(dataclasses.replace(roomy, capacity=capacity))
+        replay = BatchReplay(tight, memory_rows(tight))
+        if replay.excess(tight.choices.complete(plans[richest][None]))[0] > 0:
+            found += descend(replay, plans[richest], time.monotonic() + 20) is not None
+    assert found >= 9
