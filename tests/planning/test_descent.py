@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.benchmarks.planner_exactness import all_plans, best_by_force, random_problem
+from experiments.benchmarks.planner_exactness import all_plans, best_by_force, draw_roomy, random_problem
 from lazyjax.planning.batch_replay import BatchReplay
 from lazyjax.planning.descent import changes, descend
 from lazyjax.planning.milp import Program, window_period
@@ -27,10 +27,10 @@ def is_plan(choices: Choices, values: np.ndarray) -> bool:
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 60), st.integers(0, 2**32 - 1))
 def test_rounding_gives_plans_with_the_same_running_sums(seed, weights):
-    problem = random_problem(seed, most_blocks=5, most_plans=None)
-    choices = WindowModel(problem).choices
+    model = WindowModel(draw_roomy(np.random.default_rng(seed), most_blocks=5))
+    choices = model.choices
     rng = np.random.default_rng(weights)
-    plans = all_plans(WindowModel(problem), rng, most=5)
+    plans = all_plans(model, rng, most=5)
     relaxed = rng.dirichlet(np.ones(len(plans))) @ plans
     rounded = carry_round(choices, relaxed)
     assert is_plan(choices, rounded)
@@ -43,8 +43,7 @@ def test_rounding_gives_plans_with_the_same_running_sums(seed, weights):
 
 def test_rounding_leaves_plans_alone():
     for seed in range(20):
-        problem = random_problem(seed, most_blocks=5, most_plans=None)
-        model = WindowModel(problem)
+        model = WindowModel(draw_roomy(np.random.default_rng(seed), most_blocks=5))
         for values in all_plans(model, np.random.default_rng(seed), most=3):
             np.testing.assert_array_equal(carry_round(model.choices, values), values)
 
@@ -52,7 +51,7 @@ def test_rounding_leaves_plans_alone():
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 200))
 def test_changes_lead_from_plans_to_other_plans(seed):
-    model = WindowModel(random_problem(seed, most_blocks=5, most_plans=None))
+    model = WindowModel(draw_roomy(np.random.default_rng(seed), most_blocks=5))
     values = all_plans(model, np.random.default_rng(seed), most=1)[0]
     seen = set()
     for change in changes(model.choices, values):
@@ -95,8 +94,7 @@ def test_descent_brings_memory_within_capacity():
     """From the plan that keeps everything, on a machine that has room for half of it."""
     found = 0
     for seed in range(15):
-        problem = random_problem(seed, most_blocks=5, most_plans=None)
-        roomy = dataclasses.replace(problem, capacity=dict.fromkeys(Tier, 10**9))
+        roomy = draw_roomy(np.random.default_rng(seed), most_blocks=5)
         model = WindowModel(roomy)
         rows = memory_rows(model)
         plans = all_plans(model, np.random.default_rng(seed), most=30)
