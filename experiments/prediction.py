@@ -14,7 +14,7 @@ from lazyjax.hardware.profile import load_profile
 from lazyjax.models.registry import architecture, build_template
 from lazyjax.planning.cache import default_folder
 from lazyjax.planning.command import baseline_lines, solve_cached, verify_for
-from lazyjax.planning.report import Line, comparison
+from lazyjax.planning.report import comparison, line_of
 from lazyjax.planning.request import build_request
 
 MODEL, MACHINE = "Qwen3.6-27B", "h800-paper"
@@ -42,7 +42,7 @@ def print_prediction(
         verification = verify_for(request, plan)
         baselines = baseline_lines(request)
     peaks = {tier.value: size for tier, size in verification.peak_bytes.items()}
-    own = Line("lazyjax", plan, verification.period_seconds, peaks)
+    own = line_of(request, "lazyjax", plan, verification.period_seconds, peaks)
     console.print(f"{MODEL}, {ROWS} x {SEQUENCE_LENGTH} tokens, {MACHINE}:", highlight=False)
     console.print(comparison([own, *baselines], request))
     paper = ", ".join(f"{name} {TABLE_5[name][0]}" for name in ("MegaTrain", "LazyTrain"))

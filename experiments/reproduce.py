@@ -81,6 +81,15 @@ class AutogradCosts:
         """As the costs it wraps."""
         return self.costs.working_bytes(kind, layer, saved)
 
+    def operation_flops(self, operation: Operation) -> int:
+        """Matrix FLOPs of one operation, with the forward pass that autograd runs again."""
+        flops = self.costs.operation_flops
+        if operation.kind is Kind.BACKWARD and self.names[operation.layer]:
+            everything = tuple(sorted(self.names[operation.layer]))
+            pure = dataclasses.replace(operation, saved=everything)
+            return flops(pure) + flops(dataclasses.replace(operation, kind=Kind.RECOMPUTE, saved=()))
+        return flops(operation)
+
 
 class Simulated:
     """Simulations of one model on one machine with one executed rate."""

@@ -179,7 +179,7 @@ class PlanConfig(_Group):
     hardware: str | None = None
     device_bytes: ByteCount | None = None
     host_bytes: ByteCount | None = None
-    time_limit_seconds: Annotated[float, pydantic.Field(gt=0)] = 60.0
+    time_limit_seconds: Annotated[float, pydantic.Field(gt=0)] = 20.0
     replan_after_steps: PositiveInt | None = None
 
     @pydantic.model_validator(mode="after")

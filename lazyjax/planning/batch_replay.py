@@ -22,6 +22,8 @@ _ACCURACY = 1e-10
 #: Weight of all exceeded rows together beside the worst one, so that every improvement shows.
 _SUM_WEIGHT = 1e-3
 
+_COMPUTING = (Resource.COMPUTE, Resource.CPU)
+
 #: Assignments with derived variables, as `Choices.complete` returns them.
 Completed = Float64[np.ndarray, "batch variables"]
 PerAssignment = Float64[np.ndarray, "batch"]
@@ -56,12 +58,18 @@ class BatchReplay:
         self._bytes_constant = np.array([row.bytes.constant for row in rows])
         self._seconds = _matrix([operation.seconds.terms for operation in operations], size)
         self._seconds_constant = np.array([operation.seconds.constant for operation in operations])
+        moves = np.array([operation.resource not in _COMPUTING for operation in operations], float)
+        self._moving, self._moving_constant = self._seconds @ moves, self._seconds_constant @ moves
 
     def excess(self, values: Completed) -> PerAssignment:
         """By what share capacities are exceeded: the worst row, and a little of all; 0 where all fit."""
         over = values @ self._bytes + self._bytes_constant - self._limits
         shares = np.maximum(over, 0.0) / np.maximum(self._limits, 1.0)
         return np.asarray(shares.max(axis=1, initial=0.0) + _SUM_WEIGHT * shares.sum(axis=1))
+
+    def moved_seconds(self, values: Completed) -> PerAssignment:
+        """Busy seconds of all links and drives in a step."""
+        return np.asarray(values @ self._moving + self._moving_constant)
 
     def periods(
         self,

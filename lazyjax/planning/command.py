@@ -15,7 +15,7 @@ from lazyjax.planning import cache
 from lazyjax.planning.baselines import BASELINES, without_nvme
 from lazyjax.planning.plan import Plan, load_plan, validate_plan
 from lazyjax.planning.plot import plot_timeline
-from lazyjax.planning.report import Line, explain, plan_report
+from lazyjax.planning.report import Line, explain, line_of, plan_report
 from lazyjax.planning.request import build_request, request_key
 from lazyjax.planning.search import (
     Found,
@@ -158,7 +158,7 @@ def baseline_lines(request: Request) -> list[Line]:
     lines = []
     for name, plan in baseline_plans(request).items():
         prediction = predict(request, plan)
-        lines.append(Line(name, plan, prediction.period_seconds, prediction.peak_bytes))
+        lines.append(line_of(request, name, plan, prediction.period_seconds, prediction.peak_bytes))
     return lines
 
 
@@ -183,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nvme", action="store_true", help="use the profile's NVMe for boundaries and state")
     parser.add_argument("--plan", type=pathlib.Path, help="show this plan instead of solving")
     parser.add_argument("--explain", type=int, metavar="LAYER", help="why this layer is treated so")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for the search")
+    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds for the search")
     parser.add_argument("--no-cache", action="store_true", help="solve even if the plan is known")
     parser.add_argument("--out", type=pathlib.Path, help="write the plan as JSON")
     parser.add_argument("--png", type=pathlib.Path, help="write the simulated step as a picture")

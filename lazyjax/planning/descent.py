@@ -24,6 +24,8 @@ from lazyjax.planning.rounding import Binaries
 _STEPS_FROM_EMPTY, _STEPS = 6, 4
 #: Relative gain below which a change is not worth making.
 _LEAST_GAIN = 1e-5
+#: Relative difference of periods that are the same.
+_SAME_PERIOD = 1e-7
 #: Changes that are tried together.
 _MOST_TOGETHER = 64
 
@@ -75,6 +77,39 @@ def descend(replay: BatchReplay, values: Binaries, deadline: float) -> Binaries 
         values, excess = tried[best], float(exceeding[best])
         period, end = float(replayed.seconds[best]), replayed.end[:, best]
     return values if excess <= 0 else None
+
+
+def tidy(replay: BatchReplay, values: Binaries, deadline: float) -> Binaries:
+    """A plan as fast that moves less: whatever waits elsewhere for no gain in time comes back.
+
+    Args:
+        values: an assignment that fits.
+        deadline: of `time.monotonic`; what was reached until then is returned.
+    """
+    choices = replay.model.choices
+    start = choices.complete(values[None])
+    replayed = replay.periods(start, steps=_STEPS_FROM_EMPTY)
+    slowest = float(replayed.seconds[0]) * (1 + _SAME_PERIOD)
+    moved, end = float(replay.moved_seconds(start)[0]), replayed.end[:, 0]
+    while time.monotonic() < deadline:
+        found = changes(choices, values)
+        each = choices.complete(np.array([_changed(values, change) for change in found]))
+        less = moved - replay.moved_seconds(each)
+        useful = np.flatnonzero((less > _LEAST_GAIN * moved) & (replay.excess(each) <= 0))
+        if not len(useful):
+            break
+        seconds = replay.periods(each[useful], steps=_STEPS, before=end).seconds
+        free = useful[seconds <= slowest]
+        order = free[np.argsort(-less[free])]
+        tried = np.array(list(itertools.islice(_cumulative(values, found, order), _MOST_TOGETHER)))
+        if not len(tried):
+            break
+        together = choices.complete(tried)
+        replayed = replay.periods(together, steps=_STEPS, before=end)
+        allowed = (replay.excess(together) <= 0) & (replayed.seconds <= slowest)
+        best = int(np.argmin(np.where(allowed, replay.moved_seconds(together), np.inf)))
+        values, moved = tried[best], float(replay.moved_seconds(together)[best])
+    return values
 
 
 def changes(choices: Choices, values: Binaries) -> list[Change]:

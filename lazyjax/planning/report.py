@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lazyjax.planning.critical import exposed_seconds
+from lazyjax.planning.critical import critical_path, exposed_seconds
 from lazyjax.planning.plan import Boundary, LayerPlan, Plan, PlanError, validate_plan
-from lazyjax.planning.schedule import build_schedule
+from lazyjax.planning.schedule import COMPUTE_KINDS, build_schedule
 from lazyjax.planning.search import Found, Request, predict
 from lazyjax.planning.verify import Verification
 from lazyjax.specs import Tier
@@ -34,10 +35,21 @@ class Line:
     plan: Plan
     period_seconds: float
     peak_bytes: Mapping[str, int]
+    executed_flops: int
 
     def over(self, request: Request, tier: Tier) -> bool:
         """Whether the plan needs more than there is."""
         return self.peak_bytes[tier.value] > request.capacity[tier]
+
+
+def line_of(
+    request: Request, name: str, plan: Plan, period_seconds: float, peak_bytes: Mapping[str, int]
+) -> Line:
+    """A row of the comparison, with the matrix FLOPs that the plan's schedule executes."""
+    schedule = build_schedule(plan, request.sizes(plan.microbatch_rows))
+    flops = request.costs(plan.microbatch_rows).operation_flops
+    executed = sum(flops(operation) for operation in schedule.operations if operation.kind in COMPUTE_KINDS)
+    return Line(name, plan, period_seconds, peak_bytes, executed)
 
 
 def model_tflops(parameter_count: int, plan: Plan, period_seconds: float) -> float:
@@ -46,36 +58,42 @@ def model_tflops(parameter_count: int, plan: Plan, period_seconds: float) -> flo
 
 
 def comparison(lines: Sequence[Line], request: Request) -> Table:
-    """Plans side by side; every figure is simulated. TFLOPS are 6 N tokens / s."""
-    table = Table(title="simulated", title_justify="left", header_style="bold", padding=(0, 1, 0, 0))
+    """Plans side by side; every figure is simulated.
+
+    Model TFLOPS are 6 N tokens / s; executed TFLOPS count every matrix product, with attention and
+    what is recomputed.
+    """
+    table = Table(title="simulated", title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    table.padding = (0, 1, 0, 0)
     table.add_column("plan", no_wrap=True)
     tiers = [tier for tier in Tier if request.capacity[tier]]
-    headings = ["M", "period s", "TFLOPS", "tokens/s", *(f"{tier.value} GB" for tier in tiers)]
+    headings = ["M", "period\ns", "model\nTFLOPS", "executed\nTFLOPS", "tokens\n/s"]
+    headings += [f"{tier.value}\nGB" for tier in tiers]
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
     for line in lines:
         tokens = line.plan.rows * line.plan.sequence_length
         memory = [
             Text(f"{line.peak_bytes[tier.value] / 1e9:.1f}", style="red" if line.over(request, tier) else "")
             for tier in tiers
         ]
+        over = any(line.over(request, tier) for tier in Tier)
         table.add_row(
-            line.name,
+            Text.assemble(line.name, ("\n  does not fit", "red") if over else ""),
             str(line.plan.microbatches),
             f"{line.period_seconds:.2f}",
             f"{model_tflops(request.spec.parameter_count, line.plan, line.period_seconds):.1f}",
+            f"{line.executed_flops / line.period_seconds / 1e12:.1f}",
             f"{tokens / line.period_seconds:.0f}",
             *memory,
-            Text("does not fit", style="red") if any(line.over(request, tier) for tier in Tier) else "",
         )
     limits = (f"{request.capacity[tier] / 1e9:.1f}" for tier in tiers)
     table.add_section()
-    table.add_row(Text("may use", style="dim"), "", "", "", "", *limits, "")
+    table.add_row(Text("may use", style="dim"), "", "", "", "", "", *limits)
     return table
 
 
-def layer_map(plan: Plan, per_line: int = 32) -> Text:
+def layer_map(plan: Plan, per_line: int = 12) -> Text:
     """Two letters per layer: where its input waits, and where its residuals are kept."""
     text = Text()
     homes = ", ".join(f"{letter} {home}" for home, letter in _HOME_LETTERS.items())
@@ -105,7 +123,7 @@ def saved_sets(plan: Plan, kinds: Sequence[str]) -> Table:
     table.add_column("saved")
     counts: dict[tuple[str, str, str], int] = {}
     for kind, layer in list(zip(kinds, plan.layers, strict=True))[1:-1]:
-        saved = ", ".join(f"{name} ({tier.value})" for name, tier in layer.saved.items()) or "nothing"
+        saved = _saved(layer)
         key = (kind, layer.boundary.value, saved)
         counts[key] = counts[key] + 1 if key in counts else 1
     for (kind, home, saved), count in sorted(counts.items(), key=lambda item: (item[0][0], -item[1])):
@@ -114,14 +132,18 @@ def saved_sets(plan: Plan, kinds: Sequence[str]) -> Table:
 
 
 def bounds_table(request: Request, plan: Plan, verification: Verification) -> Table:
-    """What every resource must do in a step, and how long compute waits for it."""
+    """What every resource must do in a step, how long compute waits for it, and its critical part."""
     schedule = build_schedule(plan, request.sizes(plan.microbatch_rows))
     exposed = exposed_seconds(schedule, verification.simulation)
+    critical = dict.fromkeys(Resource, 0.0)
+    for stretch in critical_path(schedule, verification.simulation):
+        critical[stretch.event.resource] += stretch.event.end_seconds - stretch.event.start_seconds
     table = Table(title="one step", title_justify="left", header_style="bold")
     table.add_column("resource")
-    table.add_column("busy s (lower bound)", justify="right")
-    table.add_column("of the period", justify="right")
+    table.add_column("busy s\n(lower bound)", justify="right")
+    table.add_column("of the\nperiod", justify="right")
     table.add_column("exposed s", justify="right")
+    table.add_column("on the critical\npath s", justify="right")
     for resource, busy in verification.bounds_seconds.items():
         if busy:
             table.add_row(
@@ -129,6 +151,7 @@ def bounds_table(request: Request, plan: Plan, verification: Verification) -> Ta
                 f"{busy:.3f}",
                 f"{busy / verification.period_seconds:.1%}",
                 "" if resource is Resource.COMPUTE else f"{exposed[resource]:.3f}",
+                f"{critical[resource]:.3f}",
             )
     return table
 
@@ -138,7 +161,7 @@ def plan_report(
 ) -> RenderableType:
     """All of it: settings, comparison, layer map, resources, bound."""
     peaks = {tier.value: size for tier, size in verification.peak_bytes.items()}
-    own = Line(plan.planner, plan, verification.period_seconds, peaks)
+    own = line_of(request, plan.planner, plan, verification.period_seconds, peaks)
     settings = Text.assemble(
         (f"{plan.model}", "bold"),
         f": {plan.rows} rows x {plan.sequence_length} tokens in {plan.microbatches} microbatches of "
@@ -185,8 +208,9 @@ def explain(request: Request, plan: Plan, layer: int) -> RenderableType:
     )
     table.add_column("instead")
     table.add_column("period", justify="right")
-    for tier in Tier:
-        table.add_column(f"{tier.value} GB", justify="right")
+    tiers = [tier for tier in Tier if request.capacity[tier]]
+    for tier in tiers:
+        table.add_column(f"{tier.value}\nGB", justify="right")
     table.add_column("")
     for alternative in _alternatives(request, plan, layer):
         layers = (*plan.layers[:layer], alternative, *plan.layers[layer + 1 :])
@@ -199,13 +223,13 @@ def explain(request: Request, plan: Plan, layer: int) -> RenderableType:
         prediction = predict(request, changed)
         over = [tier.value for tier in Tier if prediction.peak_bytes[tier.value] > request.capacity[tier]]
         table.add_row(
-            _describe(alternative),
+            _difference(decided, alternative),
             f"{prediction.period_seconds / base.period_seconds - 1:+.3%}",
             *(
                 f"{(prediction.peak_bytes[tier.value] - base.peak_bytes[tier.value]) / 1e9:+.2f}"
-                for tier in Tier
+                for tier in tiers
             ),
-            Text(f"does not fit: {', '.join(over)}" if over else "", style="red"),
+            Text(f"{', '.join(over)} too small" if over else "", style="red"),
         )
     return table
 
@@ -221,13 +245,34 @@ def _alternatives(request: Request, plan: Plan, layer: int) -> list[LayerPlan]:
         for tier in (Tier.DEVICE, Tier.HOST) if candidate.names else (Tier.DEVICE,):
             found.append(decided.model_copy(update={"saved": dict.fromkeys(candidate.names, tier)}))
     found.append(decided.model_copy(update={"resident": not decided.resident}))
+    if request.capacity[Tier.NVME]:
+        found.append(decided.model_copy(update={"state": "host" if decided.state == "nvme" else "nvme"}))
     return [alternative for alternative in found if alternative != decided]
 
 
 def _describe(layer: LayerPlan) -> str:
-    saved = "nothing"
-    if layer.saved:
-        tiers = ", ".join(sorted({tier.value for tier in layer.saved.values()}))
-        saved = f"{', '.join(layer.saved)} on {tiers}"
-    resident = ", parameters stay" if layer.resident else ""
-    return f"input {layer.boundary.value}, saves {saved}{resident}"
+    resident = "; parameters stay" if layer.resident else ""
+    state = "; optimizer state on NVMe" if layer.state == "nvme" else ""
+    return f"input {layer.boundary.value}; saves {_saved(layer)}{resident}{state}"
+
+
+def _saved(layer: LayerPlan) -> str:
+    """Which tensors are kept where, tier by tier."""
+    names: dict[str, list[str]] = {}
+    for name, tier in layer.saved.items():
+        names.setdefault(tier.value, []).append(name)
+    return "; ".join(f"on {tier}: {', '.join(kept)}" for tier, kept in sorted(names.items())) or "nothing"
+
+
+def _difference(decided: LayerPlan, alternative: LayerPlan) -> str:
+    """What `alternative` does otherwise."""
+    parts = []
+    if alternative.boundary != decided.boundary:
+        parts.append(f"input {alternative.boundary.value}")
+    if alternative.saved != decided.saved:
+        parts.append(f"save {_saved(alternative)}")
+    if alternative.resident != decided.resident:
+        parts.append("parameters stay" if alternative.resident else "parameters are fetched")
+    if alternative.state != decided.state:
+        parts.append(f"optimizer state on {alternative.state}")
+    return "; ".join(parts)

@@ -263,7 +263,7 @@ class Replanner:
     """
 
     def __init__(
-        self, request: Request, costs: Costs, *, after_steps: int, time_limit_seconds: float = 60.0
+        self, request: Request, costs: Costs, *, after_steps: int, time_limit_seconds: float = 20.0
     ) -> None:
         self._request, self._costs = request, costs
         self._after, self._time_limit_seconds = after_steps, time_limit_seconds
@@ -341,7 +341,7 @@ def replan(
     executor: SwappableExecutor,
     *,
     step: int,
-    time_limit_seconds: float = 60.0,
+    time_limit_seconds: float = 20.0,
 ) -> Replan | None:
     """Solves again under `costs`; a plan that is better by more than 3 % replaces the running one.
 
@@ -359,7 +359,7 @@ def replan(
     same = dataclasses.replace(
         request, costs=costs_of, microbatches=running.microbatches, handoff=running.handoff
     )
-    found = find_plan(same, time_limit_seconds=time_limit_seconds)
+    found = find_plan(same, time_limit_seconds=time_limit_seconds, warm_starts=[running])
     if found.plan is None or found.plan.prediction is None:
         return None
     running_seconds = predict(same, running).period_seconds

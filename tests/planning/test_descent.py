@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from experiments.benchmarks.planner_exactness import all_plans, best_by_force, draw_roomy, random_problem
 from lazyjax.planning.batch_replay import BatchReplay
-from lazyjax.planning.descent import changes, descend
+from lazyjax.planning.descent import changes, descend, tidy
 from lazyjax.planning.milp import Program, window_period
 from lazyjax.planning.problem import Choices
 from lazyjax.planning.rounding import carry_round
@@ -106,3 +106,22 @@ def test_descent_brings_memory_within_capacity():
         if replay.excess(tight.choices.complete(plans[richest][None]))[0] > 0:
             found += descend(replay, plans[richest], time.monotonic() + 20) is not None
     assert found >= 9
+
+
+def test_tidying_moves_less_in_the_same_time():
+    less = 0
+    for seed in range(12):
+        problem = random_problem(seed, most_blocks=5, most_plans=None)
+        model = WindowModel(problem)
+        replay = BatchReplay(model, memory_rows(model))
+        plans = all_plans(model, np.random.default_rng(seed), most=30)
+        fitting = plans[replay.excess(model.choices.complete(plans)) <= 0]
+        if not len(fitting):
+            continue
+        tidied = tidy(replay, fitting[0], time.monotonic() + 20)
+        before, after = (model.choices.complete(values[None]) for values in (fitting[0], tidied))
+        assert replay.excess(after)[0] == 0
+        assert window_period(model, tidied) <= window_period(model, fitting[0]) * (1 + 1e-6)
+        assert replay.moved_seconds(after)[0] <= replay.moved_seconds(before)[0]
+        less += bool(replay.moved_seconds(after)[0] < replay.moved_seconds(before)[0])
+    assert less >= 3

@@ -28,6 +28,8 @@ from lazyjax.specs import Tier
 from tests.tiny import template
 
 ROWS, TOKENS = 8, 64
+#: Seconds for searches whose gap does not matter.
+LIMIT = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,7 @@ def plan_of(request, name):
 
 
 def test_the_plan_found_verifies_fits_and_beats_every_baseline_that_fits(request_):
-    found = find_plan(request_)
+    found = find_plan(request_, time_limit_seconds=20.0)
     assert found.plan is not None
     assert found.gap <= 0.02
     verification = verify_for(request_, found.plan)
@@ -66,7 +68,7 @@ def test_the_plan_found_verifies_fits_and_beats_every_baseline_that_fits(request
 
 
 def test_explain_names_alternatives_and_refuses_other_layers(request_):
-    plan = find_plan(request_).plan
+    plan = find_plan(request_, time_limit_seconds=LIMIT).plan
     text = printed(explain(request_, plan, 1))
     assert "input host" in text
     with pytest.raises(PlanError, match="blocks are layers 1 to"):
@@ -74,7 +76,7 @@ def test_explain_names_alternatives_and_refuses_other_layers(request_):
 
 
 def test_plans_are_cached_by_content(request_, tmp_path, monkeypatch):
-    plan, found = solve_cached(request_, tmp_path, time_limit_seconds=20.0)
+    plan, found = solve_cached(request_, tmp_path, time_limit_seconds=LIMIT)
     assert found is not None
     monkeypatch.setattr(command, "find_plan", None)
     again, found = solve_cached(request_, tmp_path, time_limit_seconds=20.0)
@@ -84,15 +86,16 @@ def test_plans_are_cached_by_content(request_, tmp_path, monkeypatch):
 
 
 def test_infeasible_names_tier_bytes_and_a_batch_that_fits(request_):
-    batch_of_two = find_plan(dataclasses.replace(request_, rows=2)).plan
+    batch_of_two = find_plan(dataclasses.replace(request_, rows=2), time_limit_seconds=LIMIT).plan
     device = batch_of_two.prediction.peak_bytes["device"]
     small = dataclasses.replace(request_, capacity={**request_.capacity, Tier.DEVICE: device // 4})
     with pytest.raises(InfeasibleError) as caught:
-        solve_cached(small, None, time_limit_seconds=20.0)
+        solve_cached(small, None, time_limit_seconds=LIMIT)
     short = re.search(r"device memory is short of (\d+) bytes", str(caught.value))
     assert short is not None
     enough = {**small.capacity, Tier.DEVICE: device // 4 + int(short[1])}
-    assert find_plan(dataclasses.replace(small, capacity=enough)).plan is not None
+    enlarged = dataclasses.replace(small, capacity=enough)
+    assert find_plan(enlarged, time_limit_seconds=LIMIT).plan is not None
 
 
 def test_largest_batch_fits_and_one_more_does_not(request_):
@@ -122,7 +125,7 @@ def test_counts_of_microbatches():
 
 def test_command_writes_a_plan_a_picture_and_a_trace(tmp_path, capsys):
     question = "--model SmolLM2-135M --hardware rtx3090 --batch 2 --seq 64 --microbatches 2"
-    arguments = [*question.split(), "--no-cache", "--time-limit", "20"]
+    arguments = [*question.split(), "--no-cache", "--time-limit", "4"]
     files = [tmp_path / name for name in ("plan.json", "step.png", "step.trace.json")]
     outputs = ["--out", str(files[0]), "--png", str(files[1]), "--trace", str(files[2])]
     command.plan_command([*arguments, *outputs])
@@ -130,7 +133,9 @@ def test_command_writes_a_plan_a_picture_and_a_trace(tmp_path, capsys):
     assert (plan.rows, plan.sequence_length, plan.prediction is not None) == (2, 64, True)
     assert files[1].read_bytes()[:4] == b"\x89PNG"
     assert files[2].stat().st_size > 1000
-    assert "tokens/s" in capsys.readouterr().out
+    printed_lines = capsys.readouterr().out
+    assert "executed" in printed_lines
+    assert "on the critical" in printed_lines
 
 
 def printed(renderable):
