@@ -35,6 +35,8 @@ _RELOAD_AHEAD = (1, 2, 3, 4, 6)
 _USUAL_TOKENS = 8192
 #: Settings, the most promising ones, that are descended on before any is branched on.
 _DESCENTS = 2
+#: Seconds for coming to a first plan, whatever the time limit.
+_FIRST_SECONDS = 10.0
 #: Seconds that branching on one setting gets at least.
 _LEAST_SECONDS = 1.0
 #: Seconds for looking for a plan as fast that moves less.
@@ -252,6 +254,10 @@ class _Search:
         """Periods from here on are close enough to the best."""
         return self.period_seconds * (1 - self.relative_gap)
 
+    def deadline(self, deadline: float) -> float:
+        """`deadline`, but later where there is no plan yet: a plan is wanted before anything else."""
+        return deadline if self.best is not None else max(deadline, time.monotonic() + _FIRST_SECONDS)
+
     def open_candidates(self) -> list[_Candidate]:
         """Those that may have a plan better by more than the gap; least tried and most promising first."""
         open_ = [c for c in self.candidates if c.bound_seconds < self.target_seconds]
@@ -294,6 +300,7 @@ def find_plan(
     the gap or the time is reached.
 
     Args:
+        time_limit_seconds: for all of it; coming to a first plan may take longer.
         relative_gap: between period and proven bound at which the search ends.
         warm_starts: plans to start from, where they are within a problem's decisions.
         progress: gets one line per setting.
@@ -306,12 +313,14 @@ def find_plan(
         enough = search.best is not None and (rank >= _DESCENTS or time.monotonic() >= deadline)
         if enough or candidate.bound_seconds >= search.target_seconds:
             break
-        values = candidate.program.descend(search.starts(candidate, warm_starts), deadline)
+        values = candidate.program.descend(
+            search.starts(candidate, warm_starts), search.deadline(deadline)
+        )
         if values is not None:
             search.offer(candidate, values)
             progress(f"{_name(candidate.settings)}: {candidate.period_seconds:.3f} s")
     if search.best is None:
-        _start_lean(request, search, deadline)
+        _start_lean(request, search, search.deadline(deadline))
     while time.monotonic() < deadline and (open_ := search.open_candidates()):
         share = (deadline - time.monotonic()) / len(open_)
         _branch(search, open_[0], time.monotonic() + max(_LEAST_SECONDS, share), progress)
@@ -348,7 +357,7 @@ def _start_lean(request: Request, search: _Search, deadline: float) -> None:
     """Descent from plans that need the least memory, where descent from the relaxation found none."""
     for candidate in search.candidates:
         if not math.isfinite(candidate.bound_seconds) or time.monotonic() >= deadline:
-            return
+            continue
         leanest = leanest_plan(lean_problem(request, candidate.settings))
         if leanest is not None:
             start = candidate.program.model.choices.encode(leanest)
@@ -438,7 +447,7 @@ def nearest_miss(problems: Sequence[Problem]) -> dict[Tier, int]:
     misses = [memory_shortfall(problem) for problem in problems]
 
     def share(miss: Mapping[Tier, int], problem: Problem) -> float:
-        return sum(size / max(1, problem.capacity[tier]) for tier, size in miss.items())
+        return float(sum(size / max(1, problem.capacity[tier]) for tier, size in miss.items()))
 
     pairs = list(zip(misses, problems, strict=True))
     return dict(min(pairs, key=lambda pair: share(*pair))[0]) if pairs else {}
