@@ -25,13 +25,15 @@ from lazyjax.planning.baselines import lazytrain, megatrain
 from lazyjax.planning.command import InfeasibleError, solve_cached, verify_for
 from lazyjax.planning.costs import Costs, static_host_bytes
 from lazyjax.planning.critical import exposed_seconds
+from lazyjax.planning.feasibility import largest_batch
 from lazyjax.planning.layer_work import SaveSet
 from lazyjax.planning.plan import Boundary, Plan
 from lazyjax.planning.plan_only import MixtureOfExperts, described_costs, lazytrain_host_bytes
+from lazyjax.planning.question import CostModel, Request
 from lazyjax.planning.report import model_tflops
 from lazyjax.planning.request import build_request
 from lazyjax.planning.schedule import Kind, Operation, build_schedule
-from lazyjax.planning.search import CostModel, Request, find_plan, largest_batch
+from lazyjax.planning.search import find_plan
 from lazyjax.planning.simulate import simulate
 from lazyjax.planning.verify import used_bytes
 from lazyjax.specs import Tier

@@ -299,11 +299,11 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=110)
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
+class UniqueKeyLoader(yaml.SafeLoader):
     """PyYAML keeps the last of two equal keys; here that is an error."""
 
 
-def _mapping_with_unique_keys(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+def _mapping_with_unique_keys(loader: UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
@@ -313,12 +313,12 @@ def _mapping_with_unique_keys(loader: _UniqueKeyLoader, node: yaml.MappingNode) 
     return loader.construct_mapping(node, deep=True)
 
 
-_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_with_unique_keys)
+UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_with_unique_keys)
 
 
 def _read_yaml(path: pathlib.Path) -> dict[str, Any]:
     try:
-        document = yaml.load(path.read_text(), Loader=_UniqueKeyLoader)
+        document = yaml.load(path.read_text(), Loader=UniqueKeyLoader)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:

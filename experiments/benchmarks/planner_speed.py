@@ -24,8 +24,9 @@ from lazyjax.hardware.profile import load_profile
 from lazyjax.models.registry import architecture, build_template
 from lazyjax.planning.command import verify_for
 from lazyjax.planning.milp import solvers
+from lazyjax.planning.question import Request
 from lazyjax.planning.request import build_request
-from lazyjax.planning.search import Request, find_plan
+from lazyjax.planning.search import find_plan
 from lazyjax.specs import Tier
 
 RESULT = pathlib.Path(__file__).parent / "results" / "planner_speed.md"

@@ -9,6 +9,7 @@ This module knows nothing about models, plans or JAX.
 
 from __future__ import annotations
 
+import difflib
 import importlib.resources
 import os
 import pathlib
@@ -17,6 +18,8 @@ from typing import Annotated, Any
 
 import pydantic
 import yaml
+
+from lazyjax.config import UniqueKeyLoader as UniqueKeyLoader
 
 PositiveRate = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 #: Fields that describe the machine in words and therefore need no source.
@@ -118,7 +121,7 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
     """Reads a preset by name, or a profile file by path.
 
     Raises:
-        ProfileError: no such preset or file, not YAML, an unknown or missing key, a figure
+        ProfileError: no such preset or file, not YAML, an unknown, missing or repeated key, a figure
             without a source, or a value out of range.
     """
     text = os.fspath(name_or_path)
@@ -127,10 +130,26 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
         return parse_profile(resource.read_text(), where=f"profile {text}")
     path = pathlib.Path(text)
     if not path.is_file():
+        meant = _meant_preset(text)
+        hint = f"; did you mean {meant}?" if meant else ""
         raise ProfileError(
-            f"profile {text!r}: neither a file nor a preset; presets: {', '.join(preset_names())}"
+            f"profile {text!r}: neither a file nor a preset{hint} (presets: {', '.join(preset_names())})"
         )
-    return parse_profile(path.read_text(), where=f"profile {text}")
+    try:
+        content = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ProfileError(f"profile {text}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ProfileError(f"profile {text}: not a text file") from error
+    return parse_profile(content, where=f"profile {text}")
+
+
+def _meant_preset(text: str) -> str | None:
+    """The preset that `text` begins or continues, or else the one spelled most like it."""
+    lower, names = text.lower(), preset_names()
+    begun = [name for name in names if lower and (name.startswith(lower) or lower.startswith(name))]
+    close = difflib.get_close_matches(lower, names, n=1)
+    return next(iter([*begun, *close]), None)
 
 
 def parse_profile(text: str, *, where: str) -> HardwareProfile:
@@ -140,9 +159,9 @@ def parse_profile(text: str, *, where: str) -> HardwareProfile:
         ProfileError: see `load_profile`.
     """
     try:
-        document = yaml.safe_load(text)
+        document = yaml.load(text, Loader=UniqueKeyLoader)
     except yaml.YAMLError as error:
-        raise ProfileError(f"{where}: not YAML ({error})") from error
+        raise ProfileError(f"{where}: not YAML ({' '.join(str(error).split())})") from error
     if not isinstance(document, dict):
         raise ProfileError(f"{where}: expected keys and values at the top")
     try:

@@ -81,6 +81,10 @@ BASELINES: Mapping[str, Baseline] = {
 }
 
 
+#: Baselines that are a published system's rules, the whole batch at once included.
+PUBLISHED = ("megatrain", "lazytrain")
+
+
 def without_nvme(plan: Plan) -> Plan:
     """The same plan with NVMe homes moved to the host, for a machine without an NVMe folder."""
     layers = tuple(

@@ -19,7 +19,7 @@ from typing import Any
 from lazyjax.planning.plan import Plan, PlanError, load_plan
 
 #: Part of every key: raised whenever the planner may answer the same question differently.
-PLANNER_VERSION = 1
+PLANNER_VERSION = 2
 #: A plan solved again must be better by more than this to be worth a swap.
 SWAP_GAIN = 0.03
 
@@ -36,9 +36,14 @@ def default_folder() -> pathlib.Path:
     return pathlib.Path(base).expanduser() / "lazyjax" / "plans"
 
 
+def path_of(folder: pathlib.Path, key: str) -> pathlib.Path:
+    """The file of the plan stored under `key`."""
+    return folder / f"{key}.json"
+
+
 def find(folder: pathlib.Path, key: str) -> Plan | None:
     """The plan stored under `key`; None if there is none, or it cannot be read any more."""
-    path = folder / f"{key}.json"
+    path = path_of(folder, key)
     if not path.is_file():
         return None
     try:
@@ -54,8 +59,11 @@ def store(folder: pathlib.Path, key: str, plan: Plan) -> None:
         handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
         os.close(handle)
         temporary = pathlib.Path(name)
-        plan.save(temporary)
-        temporary.replace(folder / f"{key}.json")
+        try:
+            plan.save(temporary)
+            temporary.replace(path_of(folder, key))
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def worth_swapping(running_seconds: float, candidate_seconds: float, gain: float = SWAP_GAIN) -> bool:

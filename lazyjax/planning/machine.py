@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import pathlib
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 
 import jax
@@ -13,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lazyjax.hardware.measure import MatrixShape, MeasureOptions, UpdateProbe, measure_profile
-from lazyjax.hardware.profile import HardwareProfile, dump_profile
+from lazyjax.hardware.profile import HardwareProfile, ProfileError, dump_profile
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import OPTIMIZERS, make_host_optimizer
 from lazyjax.specs import TensorSpec, slab_layout
@@ -30,7 +32,7 @@ def profile_machine(
     name: str = "measured",
     tokens: int = 4096,
     compute_dtype: str = "bfloat16",
-    optimizers: Sequence[str] = ("hybrid8bit", "fp32_adamw"),
+    optimizers: Sequence[str] = tuple(OPTIMIZERS),
     nvme_folder: pathlib.Path | None = None,
     console: Console | None = None,
 ) -> HardwareProfile:
@@ -39,11 +41,12 @@ def profile_machine(
     Args:
         template: matrix products are timed at the shapes of its blocks.
         tokens: rows of those products; fewer where one product would take long.
-        optimizers: whose host updates are timed.
+        optimizers: whose host updates are timed; by default all that there are.
         nvme_folder: None leaves NVMe out.
 
     Raises:
-        ValueError: an unknown optimizer. OSError: `output` or the NVMe folder cannot be written.
+        ValueError: before anything is measured: an unknown optimizer; (ProfileError) `output` or the
+            NVMe folder cannot be written.
     """
     console = console or Console()
     small = jax.default_backend() == "cpu"
@@ -58,6 +61,9 @@ def profile_machine(
     unknown = sorted(set(optimizers) - set(OPTIMIZERS))
     if unknown:
         raise ValueError(f"optimizer {unknown[0]!r}: there are {', '.join(sorted(OPTIMIZERS))}")
+    _check_output(output)
+    if nvme_folder is not None:
+        _check_nvme_folder(nvme_folder, options.nvme_bytes)
     probes = {optimizer: update_probe(optimizer) for optimizer in optimizers}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
@@ -67,11 +73,36 @@ def profile_machine(
             bar.update(task, description=what, completed=done, total=total)
 
         profile = measure_profile(name, options, probes, progress=progress)
-    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(dump_profile(profile))
     console.print(profile_table(profile))
     console.print(f"written to {output}; use it with --hardware {output}")
     return profile
+
+
+def _check_output(output: pathlib.Path) -> None:
+    """Makes the file's folder and opens the file, without changing it, as it will be written."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        there = output.exists()
+        with output.open("a"):
+            pass
+        if not there:
+            output.unlink()
+    except OSError as error:
+        raise ProfileError(f"{output}: the profile cannot be written there ({error.strerror})") from error
+
+
+def _check_nvme_folder(folder: pathlib.Path, size: int) -> None:
+    """Makes the folder and a file in it that is gone again; `size` bytes are going to be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise ProfileError(f"NVMe folder {folder}: cannot be written ({error.strerror})") from error
+    if free < size:
+        raise ProfileError(f"NVMe folder {folder}: measuring takes {size} bytes, {free} are free")
 
 
 def block_shapes(template: ModelTemplate, tokens: int) -> tuple[MatrixShape, ...]:

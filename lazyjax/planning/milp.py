@@ -375,7 +375,15 @@ class Program:
         if not self.program.num_solutions:
             return None, {}
         # Less than this is the solver's tolerance.
-        missing = {tier: math.ceil(slack[tier].x * self.byte_unit - 1e-3) for tier in Tier}
+        missing = {}
+        for tier in Tier:
+            capacity = self.problem.capacity[tier]
+            short = math.ceil(slack[tier].x * self.byte_unit - 1e-3)
+            if short > 0:
+                # With so much more the row holds, tightened as it is.
+                needed = capacity + short
+                short = max(needed, math.ceil((needed - 0.5) / (1 - _TOLERANCE))) - capacity
+            missing[tier] = short
         values = np.array([float(round(variable.x)) for variable in self.binaries])
         return values, {tier: value for tier, value in missing.items() if value > 1e-7 * self.byte_unit}
 

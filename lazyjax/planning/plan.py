@@ -65,7 +65,9 @@ class LayerPlan(_Model):
 class Prediction(_Model):
     """What the planner expected: seconds per step, bytes per tier, and how sure it is.
 
-    `bound_seconds` is a proven lower bound of the period; `gap` = (period - bound) / period.
+    `period_seconds` is the replay's, microbatch by microbatch. At layer granularity, where plans are
+    compared, `bound_seconds` is a proven lower bound of any plan's period, and `gap` is (this plan's
+    period there - bound) / period.
     """
 
     period_seconds: float
@@ -134,7 +136,7 @@ def load_plan(path: pathlib.Path) -> Plan:
         document: Any = json.loads(path.read_text())
     except OSError as error:
         raise PlanError(f"plan {path}: cannot be read ({error.strerror})") from error
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"plan {path}: not JSON ({error})") from error
     found = document["version"] if isinstance(document, dict) and "version" in document else None
     if found != PLAN_VERSION:

@@ -27,9 +27,19 @@ _COLOURS = {
 
 
 def plot_timeline(
-    timeline: Timeline, path: pathlib.Path, *, title: str, capacity: Mapping[Tier, int] | None = None
+    timeline: Timeline,
+    path: pathlib.Path,
+    *,
+    title: str,
+    capacity: Mapping[Tier, int] | None = None,
+    fixed: Mapping[Tier, int] | None = None,
 ) -> None:
-    """Writes a PNG of one step's operations and of the bytes live on each tier."""
+    """Writes a PNG of one step's operations and of the bytes live on each tier.
+
+    Args:
+        capacity: drawn dotted, where it is within sight.
+        fixed: bytes besides what the timeline counts (training state, working sets), added to it.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -58,13 +68,13 @@ def plot_timeline(
         samples = [sample for sample in timeline.memory if sample.tier == tier.value]
         if samples:
             moments = [sample.seconds for sample in samples]
-            line = bottom.step(
-                moments, [sample.bytes / 1e9 for sample in samples], where="post", label=tier.value
-            )
-            if capacity is not None and tier is Tier.DEVICE:
+            besides = 0 if fixed is None else fixed[tier]
+            sizes = [(sample.bytes + besides) / 1e9 for sample in samples]
+            line = bottom.step(moments, sizes, where="post", label=tier.value)
+            if capacity is not None and (tier is Tier.DEVICE or capacity[tier] <= 1.5e9 * max(sizes)):
                 colour = line[0].get_color()
                 bottom.axhline(capacity[tier] / 1e9, color=colour, linestyle=":", linewidth=1)
     bottom.set_xlabel("seconds from the start of the step")
-    bottom.set_ylabel("live GB (activations, slabs)")
+    bottom.set_ylabel("GB" if fixed is not None else "live GB (activations, slabs)")
     bottom.legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=130)

@@ -12,8 +12,9 @@ from rich.text import Text
 
 from lazyjax.planning.critical import critical_path, exposed_seconds
 from lazyjax.planning.plan import Boundary, LayerPlan, Plan, PlanError, validate_plan
+from lazyjax.planning.question import Request
 from lazyjax.planning.schedule import COMPUTE_KINDS, build_schedule
-from lazyjax.planning.search import Found, Request, predict
+from lazyjax.planning.search import predict
 from lazyjax.planning.verify import Verification
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
@@ -98,7 +99,8 @@ def layer_map(plan: Plan, per_line: int = 12) -> Text:
     text = Text()
     homes = ", ".join(f"{letter} {home}" for home, letter in _HOME_LETTERS.items())
     text.append(
-        f"Layers: input then residuals ({homes}, . nothing saved, * parameters stay, ' state on NVMe)\n"
+        f"Layers: input then residuals ({homes}, . nothing saved,\n"
+        "1, 2, .. tensors saved, * parameters stay, ' state on NVMe)\n"
     )
     for start in range(0, len(plan.layers), per_line):
         text.append(f"{start:>4}  ")
@@ -157,7 +159,7 @@ def bounds_table(request: Request, plan: Plan, verification: Verification) -> Ta
 
 
 def plan_report(
-    request: Request, plan: Plan, found: Found | None, verification: Verification, baselines: Sequence[Line]
+    request: Request, plan: Plan, verification: Verification, baselines: Sequence[Line]
 ) -> RenderableType:
     """All of it: settings, comparison, layer map, resources, bound."""
     peaks = {tier.value: size for tier, size in verification.peak_bytes.items()}
@@ -174,18 +176,14 @@ def plan_report(
     parts.append(bounds_table(request, plan, verification))
     prediction = plan.prediction
     if prediction is not None and prediction.bound_seconds is not None and prediction.gap is not None:
-        solved = f", solved in {prediction.solve_seconds:.1f} s" if prediction.solve_seconds else ""
-        layer_level = ""
-        if found is not None:
-            difference = verification.period_seconds / found.layer_period_seconds - 1
-            layer_level = (
-                f" ({found.layer_period_seconds:.3f} s at that level; "
-                f"microbatch by microbatch {difference:+.2%})"
-            )
+        solved = f"; solved in {prediction.solve_seconds:.1f} s" if prediction.solve_seconds else ""
+        period = prediction.bound_seconds / (1 - prediction.gap)
+        difference = verification.period_seconds / period - 1
         parts.append(
             Text(
-                f"No plan of these decisions takes less than {prediction.bound_seconds:.3f} s at layer "
-                f"granularity: gap {prediction.gap:.2%}{layer_level}{solved}"
+                f"At layer granularity the plan takes {period:.3f} s and none takes less than "
+                f"{prediction.bound_seconds:.3f} s (gap {prediction.gap:.2%}); microbatch by microbatch, as "
+                f"above, it is {difference:+.2%}{solved}"
             )
         )
     return Group(*parts)
@@ -197,8 +195,8 @@ def explain(request: Request, plan: Plan, layer: int) -> RenderableType:
     Raises:
         PlanError: no such layer.
     """
-    if not 0 < layer < len(plan.layers) - 1:
-        raise PlanError(f"--explain {layer}: the model's blocks are layers 1 to {len(plan.layers) - 2}")
+    if not 0 <= layer < len(plan.layers):
+        raise PlanError(f"--explain {layer}: the model has layers 0 to {len(plan.layers) - 1}")
     decided = plan.layers[layer]
     base = predict(request, plan)
     table = Table(
@@ -236,15 +234,17 @@ def explain(request: Request, plan: Plan, layer: int) -> RenderableType:
 
 def _alternatives(request: Request, plan: Plan, layer: int) -> list[LayerPlan]:
     decided = plan.layers[layer]
+    inner = 0 < layer < len(plan.layers) - 1
     homes = [Boundary.DEVICE, Boundary.HOST, Boundary.RECOMPUTE]
     if request.capacity[Tier.NVME]:
         homes.append(Boundary.NVME)
-    found = [decided.model_copy(update={"boundary": home}) for home in homes]
+    found = [decided.model_copy(update={"boundary": home}) for home in homes if inner]
     costs = request.costs(plan.microbatch_rows)
-    for candidate in costs.save_sets(request.spec.layers[layer].kind):
+    for candidate in costs.save_sets(request.spec.layers[layer].kind) if inner else ():
         for tier in (Tier.DEVICE, Tier.HOST) if candidate.names else (Tier.DEVICE,):
             found.append(decided.model_copy(update={"saved": dict.fromkeys(candidate.names, tier)}))
-    found.append(decided.model_copy(update={"resident": not decided.resident}))
+    if inner or (layer == 0 and request.spec.tied):
+        found.append(decided.model_copy(update={"resident": not decided.resident}))
     if request.capacity[Tier.NVME]:
         found.append(decided.model_copy(update={"state": "host" if decided.state == "nvme" else "nvme"}))
     return [alternative for alternative in found if alternative != decided]

@@ -12,8 +12,8 @@ from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning.cache import content_key
 from lazyjax.planning.costs import Costs, static_host_bytes, template_costs
+from lazyjax.planning.question import CostModel, Request
 from lazyjax.planning.schedule import ModelSizes
-from lazyjax.planning.search import CostModel, Request
 from lazyjax.specs import Tier
 
 

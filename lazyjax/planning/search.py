@@ -10,92 +10,34 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, Protocol, runtime_checkable
 
-from lazyjax.planning.layer_work import SaveSet
-from lazyjax.planning.milp import Program, leanest_plan, memory_shortfall, window_period
-from lazyjax.planning.plan import LayerPlan, Plan, PlanError, Prediction
-from lazyjax.planning.problem import Problem, save_options
+from lazyjax.planning.feasibility import nearest_miss
+from lazyjax.planning.milp import Program, leanest_plan, window_period
+from lazyjax.planning.plan import Plan, PlanError, Prediction
+from lazyjax.planning.question import Request, lean_problem, problem_of, settings_of
 from lazyjax.planning.rounding import Binaries
-from lazyjax.planning.schedule import Kind, ModelSizes, Operation, build_schedule
+from lazyjax.planning.schedule import build_schedule
 from lazyjax.planning.simulate import simulate
 from lazyjax.planning.verify import PERIOD_TOLERANCE, VerificationError, state_bytes_per_tier, used_bytes
-from lazyjax.specs import ModelSpec, Tier
-
-Handoff = Literal["device", "host"]
-Update = Literal["deferred", "immediate"]
+from lazyjax.specs import Tier
 
 #: Reload distances worth replaying: further ahead hides a parameter slab on the same link.
 _RELOAD_AHEAD = (1, 2, 3, 4, 6)
-#: Tokens of the microbatch for which sets of residuals are weighed.
-_USUAL_TOKENS = 8192
+#: Gap between period and proven bound at which a search ends.
+RELATIVE_GAP = 0.005
 #: Settings, the most promising ones, that are descended on before any is branched on.
 _DESCENTS = 2
 #: Seconds for coming to a first plan, whatever the time limit.
 _FIRST_SECONDS = 10.0
 #: Seconds that branching on one setting gets at least.
 _LEAST_SECONDS = 1.0
+#: Seconds for replaying neighbours of the plan found, whatever the time limit.
+_TUNE_SECONDS = 5.0
 #: Seconds for looking for a plan as fast that moves less.
 _TIDY_SECONDS = 2.0
-#: Layers per segment that the search considers.
-LONGEST_SEGMENT = 4
-
-
-@runtime_checkable
-class CostModel(Protocol):
-    """Seconds and working sets for microbatches of one size (see `lazyjax.planning.costs`)."""
-
-    def operation_seconds(self, operation: Operation) -> float:
-        """Seconds of one operation."""
-        ...
-
-    def save_sets(self, kind: str) -> Sequence[SaveSet]:
-        """Sets of residuals worth keeping in layers of a kind, the empty one first."""
-        ...
-
-    def working_bytes(self, kind: Kind, layer: int, saved: tuple[str, ...]) -> int:
-        """Device bytes that a compute operation needs besides its operands."""
-        ...
-
-    def operation_flops(self, operation: Operation) -> int:
-        """Matrix FLOPs of one operation, all devices together; 0 for what is no compute."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What is to be planned.
-
-    Attributes:
-        spec: the model.
-        rows, sequence_length: the batch.
-        sizes: rows of a microbatch -> bytes, including optimizer state.
-        costs: rows of a microbatch -> costs.
-        capacity: bytes that may be used per tier; an NVMe capacity of 0 closes that tier.
-        static_host_bytes: masters and gradients.
-        microbatches, prefetch, backward_prefetch, handoff, update: fixed where given.
-        devices: that share every batch and slab; sizes are those of one.
-        identity: digest of model and costs, for the cache.
-    """
-
-    spec: ModelSpec
-    rows: int
-    sequence_length: int
-    sizes: Callable[[int], ModelSizes]
-    costs: Callable[[int], CostModel]
-    capacity: Mapping[Tier, int]
-    static_host_bytes: int
-    microbatches: int | None = None
-    prefetch: int | None = None
-    backward_prefetch: int | None = None
-    handoff: Handoff | None = None
-    update: Update | None = None
-    devices: int = 1
-    identity: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,92 +77,6 @@ class Found:
         return max(0.0, 1.0 - self.bound_seconds / self.layer_period_seconds)
 
 
-def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, ascending."""
-    return tuple(d for d in range(1, number + 1) if number % d == 0)
-
-
-def microbatch_counts(rows: int, devices: int = 1) -> tuple[int, ...]:
-    """Divisors of `rows` in steps of at least 1.5, so that neighbours differ."""
-    chosen: list[int] = []
-    for count in divisors(rows // devices):
-        if not chosen or count >= 1.5 * chosen[-1]:
-            chosen.append(count)
-    return tuple(chosen)
-
-
-def settings_of(request: Request) -> list[Plan]:
-    """The settings to consider, plainest first; layers are placeholders."""
-    counts = (
-        (request.microbatches,) if request.microbatches else microbatch_counts(request.rows, request.devices)
-    )
-    handoffs: tuple[Handoff, ...] = (request.handoff,) if request.handoff else ("device", "host")
-    prefetches = [
-        (request.prefetch or forward, request.backward_prefetch or backward)
-        for forward, backward in ((2, 2), (1, 1))
-    ]
-    # The deferred update waits for less than the immediate one, whatever else is decided.
-    update: Update = request.update or "deferred"
-    layers = tuple(LayerPlan() for _ in request.spec.layers)
-    return [
-        Plan(
-            model=request.spec.name, planner="milp", rows=request.rows,
-            sequence_length=request.sequence_length, microbatches=count, prefetch=forward,
-            backward_prefetch=backward, reload_ahead=min(2, count), handoff=handoff, update=update,
-            layers=layers,
-        )
-        for handoff, count, (forward, backward) in itertools.product(
-            handoffs, counts, dict.fromkeys(prefetches)
-        )
-        if not (handoff == "host" and count == 1)
-    ]  # fmt: skip
-
-
-def problem_of(request: Request, settings: Plan) -> Problem:
-    """The layer decisions that are open under `settings`."""
-    rows = settings.microbatch_rows
-    costs, sizes = request.costs(rows), request.sizes(rows)
-    # The same sets for every microbatch size: which are worth keeping hardly depends on it.
-    usual = request.costs(max(1, _USUAL_TOKENS // request.sequence_length) * request.devices)
-    kinds = dict.fromkeys(layer.kind for layer in request.spec.layers[1:-1])
-    sets = {kind: [found.names for found in usual.save_sets(kind)] for kind in kinds}
-    nvme = request.capacity[Tier.NVME] > 0
-    tiers = (Tier.DEVICE, Tier.HOST)
-    saves = [save_options(sets[layer.kind], tiers) for layer in request.spec.layers[1:-1]]
-    return Problem(
-        settings=settings,
-        sizes=sizes,
-        seconds=costs.operation_seconds,
-        saves=(({},), *saves, ({},)),
-        capacity=request.capacity,
-        static_host_bytes=request.static_host_bytes,
-        working_bytes=costs.working_bytes,
-        longest_segment=LONGEST_SEGMENT,
-        nvme_boundaries=nvme,
-        nvme_states=nvme and any(layer.state_bytes for layer in sizes.layers),
-    )
-
-
-def lean_problem(request: Request, settings: Plan) -> Problem:
-    """The same with nothing kept inside layers and no residents: what matters to whether it fits."""
-    rows = settings.microbatch_rows
-    nvme = request.capacity[Tier.NVME] > 0
-    sizes = request.sizes(rows)
-    return Problem(
-        settings=settings,
-        sizes=sizes,
-        seconds=request.costs(rows).operation_seconds,
-        saves=(({},),) * len(request.spec.layers),
-        capacity=request.capacity,
-        static_host_bytes=request.static_host_bytes,
-        working_bytes=request.costs(rows).working_bytes,
-        longest_segment=LONGEST_SEGMENT,
-        nvme_boundaries=nvme,
-        nvme_states=nvme and any(layer.state_bytes for layer in sizes.layers),
-        residents=False,
-    )
-
-
 @dataclasses.dataclass
 class _Candidate:
     """A setting with its program, and what is known of it so far; `tries` of branching."""
@@ -238,8 +94,8 @@ class _Candidate:
 class _Search:
     """The best assignment so far, among all candidates."""
 
-    def __init__(self, candidates: Sequence[_Candidate], relative_gap: float) -> None:
-        self.candidates = sorted(candidates, key=lambda candidate: candidate.bound_seconds)
+    def __init__(self, relative_gap: float) -> None:
+        self.candidates: list[_Candidate] = []
         self.relative_gap = relative_gap
         self.period_seconds = math.inf
         self.best: tuple[_Candidate, Binaries] | None = None
@@ -247,12 +103,16 @@ class _Search:
     @property
     def bound_seconds(self) -> float:
         """No plan of any candidate is faster."""
-        return min(self.period_seconds, *(candidate.bound_seconds for candidate in self.candidates), math.inf)
+        return min([self.period_seconds, *(candidate.bound_seconds for candidate in self.candidates)])
 
     @property
     def target_seconds(self) -> float:
         """Periods from here on are close enough to the best."""
         return self.period_seconds * (1 - self.relative_gap)
+
+    def add(self, candidates: Iterable[_Candidate]) -> None:
+        """Takes candidates up."""
+        self.candidates += candidates
 
     def deadline(self, deadline: float) -> float:
         """`deadline`, but later where there is no plan yet: a plan is wanted before anything else."""
@@ -288,7 +148,7 @@ def find_plan(
     request: Request,
     *,
     time_limit_seconds: float = 20.0,
-    relative_gap: float = 0.005,
+    relative_gap: float = RELATIVE_GAP,
     warm_starts: Sequence[Plan] = (),
     solver: str | None = None,
     progress: Callable[[str], None] = lambda line: None,
@@ -307,42 +167,41 @@ def find_plan(
     """
     begun = time.monotonic()
     deadline = begun + time_limit_seconds
-    candidates = _relaxed_candidates(request, solver, progress)
-    search = _Search(candidates, relative_gap)
-    for rank, candidate in enumerate(search.candidates):
-        enough = search.best is not None and (rank >= _DESCENTS or time.monotonic() >= deadline)
-        if enough or candidate.bound_seconds >= search.target_seconds:
-            break
-        values = candidate.program.descend(
-            search.starts(candidate, warm_starts), search.deadline(deadline)
-        )
-        if values is not None:
-            search.offer(candidate, values)
-            progress(f"{_name(candidate.settings)}: {candidate.period_seconds:.3f} s")
-    if search.best is None:
-        _start_lean(request, search, search.deadline(deadline))
-    while time.monotonic() < deadline and (open_ := search.open_candidates()):
-        share = (deadline - time.monotonic()) / len(open_)
-        _branch(search, open_[0], time.monotonic() + max(_LEAST_SECONDS, share), progress)
-    if search.best is None:
-        lean = [lean_problem(request, candidate.settings) for candidate in candidates]
-        attempts = tuple(candidate.attempt() for candidate in candidates)
-        shortfall = nearest_miss(lean)
-        elapsed = time.monotonic() - begun
-        return Found(None, attempts, math.inf, search.bound_seconds, shortfall, elapsed)
-    return _found(request, search, begun)
+    search = _Search(relative_gap)
+    # What the first look leaves out is looked at where nothing else has a plan.
+    for everything in (False, True):
+        added = _relaxed_candidates(request, search.candidates, everything, solver, progress)
+        search.add(added)
+        _descend(search, added, warm_starts, deadline, progress)
+        if search.best is None:
+            _start_lean(request, search, added)
+        while time.monotonic() < deadline and (open_ := search.open_candidates()):
+            share = (deadline - time.monotonic()) / len(open_)
+            _branch(search, open_[0], time.monotonic() + max(_LEAST_SECONDS, share), progress)
+        if search.best is not None:
+            return _found(request, search, begun, deadline)
+    attempts = tuple(candidate.attempt() for candidate in search.candidates)
+    shortfall = nearest_miss([lean_problem(request, attempt.settings) for attempt in attempts])
+    return Found(None, attempts, math.inf, search.bound_seconds, shortfall, time.monotonic() - begun)
 
 
 def _relaxed_candidates(
-    request: Request, solver: str | None, progress: Callable[[str], None]
+    request: Request,
+    known: Sequence[_Candidate],
+    everything: bool,
+    solver: str | None,
+    progress: Callable[[str], None],
 ) -> list[_Candidate]:
+    """Settings not yet known, relaxed; unless `everything` is asked for, without those that are
+    pointless if others have plans."""
     candidates: list[_Candidate] = []
     for settings in settings_of(request):
+        if settings in [candidate.settings for candidate in known]:
+            continue
         # What fits without the detour of activations through the host does not need it.
         detour = settings.handoff == "host" and request.handoff is None
-        if detour and any(math.isfinite(candidate.bound_seconds) for candidate in candidates):
-            continue
-        if _deeper_one_fits(settings, candidates):
+        pointless = detour and any(math.isfinite(candidate.bound_seconds) for candidate in candidates)
+        if not everything and (pointless or _deeper_one_fits(settings, candidates)):
             continue
         program = Program(problem_of(request, settings), solver)
         candidate = _Candidate(settings, program, program.relax())
@@ -350,18 +209,37 @@ def _relaxed_candidates(
         bound = candidate.bound_seconds
         fits = math.isfinite(bound)
         progress(f"{_name(settings)}: " + (f"at least {bound:.3f} s" if fits else "too large"))
-    return candidates
+    return sorted(candidates, key=lambda candidate: candidate.bound_seconds)
 
 
-def _start_lean(request: Request, search: _Search, deadline: float) -> None:
-    """Descent from plans that need the least memory, where descent from the relaxation found none."""
-    for candidate in search.candidates:
-        if not math.isfinite(candidate.bound_seconds) or time.monotonic() >= deadline:
+def _descend(
+    search: _Search,
+    candidates: Sequence[_Candidate],
+    warm_starts: Sequence[Plan],
+    deadline: float,
+    progress: Callable[[str], None],
+) -> None:
+    """Descent on the most promising candidates; on more of them while there is no plan."""
+    for rank, candidate in enumerate(candidates):
+        enough = search.best is not None and (rank >= _DESCENTS or time.monotonic() >= deadline)
+        if enough or candidate.bound_seconds >= search.target_seconds:
+            break
+        starts = search.starts(candidate, warm_starts)
+        values = candidate.program.descend(starts, search.deadline(deadline))
+        if values is not None:
+            search.offer(candidate, values)
+            progress(f"{_name(candidate.settings)}: {candidate.period_seconds:.3f} s")
+
+
+def _start_lean(request: Request, search: _Search, candidates: Sequence[_Candidate]) -> None:
+    """Descent from a plan that needs the least memory, where descent from the relaxation found none."""
+    for candidate in candidates:
+        if not math.isfinite(candidate.bound_seconds):
             continue
         leanest = leanest_plan(lean_problem(request, candidate.settings))
         if leanest is not None:
             start = candidate.program.model.choices.encode(leanest)
-            values = candidate.program.descend([start], deadline)
+            values = candidate.program.descend([start], time.monotonic() + _FIRST_SECONDS)
             search.offer(candidate, start if values is None else values)
             return
 
@@ -384,17 +262,20 @@ def _branch(
     candidate.tries += 1
     if values is not None:
         search.offer(candidate, values)
-    progress(f"{_name(candidate.settings)}: {search.period_seconds:.3f} s, bound {bound:.3f} s")
+    best = f"{search.period_seconds:.3f} s" if search.best is not None else "no plan yet"
+    proven = f"at least {candidate.bound_seconds:.3f} s" if math.isfinite(bound) else "no plan fits"
+    progress(f"{_name(candidate.settings)}: {proven}; best {best}")
 
 
-def _found(request: Request, search: _Search, begun: float) -> Found:
+def _found(request: Request, search: _Search, begun: float, deadline: float) -> Found:
     assert search.best is not None
     candidate, values = search.best
     values = candidate.program.tidy(values, time.monotonic() + _TIDY_SECONDS)
     period, objective = window_period(candidate.program.model, values), candidate.program.objective(values)
     if abs(objective - period) > PERIOD_TOLERANCE * period:
         raise VerificationError(f"the program's objective is {objective} s, the replay takes {period} s")
-    plan = tune(request, candidate.program.model.choices.decode(values, "milp"))
+    decided = candidate.program.model.choices.decode(values, "milp")
+    plan = tune(request, decided, max(deadline, time.monotonic() + _TUNE_SECONDS))
     elapsed = time.monotonic() - begun
     attempts = tuple(candidate.attempt() for candidate in search.candidates)
     found = Found(plan, attempts, period, min(period, search.bound_seconds), {}, elapsed)
@@ -419,8 +300,12 @@ def predict(request: Request, plan: Plan) -> Prediction:
     )
 
 
-def tune(request: Request, plan: Plan) -> Plan:
-    """The fields only the microbatch schedule feels, by replay: the fastest that fits."""
+def tune(request: Request, plan: Plan, deadline: float = math.inf) -> Plan:
+    """The fields only the microbatch schedule feels, by replay: the fastest that fits.
+
+    Args:
+        deadline: of `time.monotonic`; no further replay is begun after it.
+    """
     best = plan.model_copy(update={"prediction": predict(request, plan)})
     changes: list[dict[str, int]] = [{"reload_ahead": ahead} for ahead in _RELOAD_AHEAD]
     changes += [{"backward_prefetch": plan.backward_prefetch + 1}, {"prefetch": plan.prefetch + 1}]
@@ -428,6 +313,8 @@ def tune(request: Request, plan: Plan) -> Plan:
         field = next(iter(change))
         if field != "reload_ahead" and getattr(request, field) is not None:
             continue
+        if time.monotonic() >= deadline:
+            break
         candidate = best.model_copy(update=change)
         prediction = predict(request, candidate)
         assert best.prediction is not None
@@ -440,64 +327,6 @@ def tune(request: Request, plan: Plan) -> Plan:
 def fits(request: Request, prediction: Prediction) -> bool:
     """Whether all peaks are within the capacities."""
     return all(prediction.peak_bytes[tier.value] <= request.capacity[tier] for tier in Tier)
-
-
-def nearest_miss(problems: Sequence[Problem]) -> dict[Tier, int]:
-    """Bytes missing per tier under the setting that comes closest."""
-    misses = [memory_shortfall(problem) for problem in problems]
-
-    def share(miss: Mapping[Tier, int], problem: Problem) -> float:
-        return float(sum(size / max(1, problem.capacity[tier]) for tier, size in miss.items()))
-
-    pairs = list(zip(misses, problems, strict=True))
-    return dict(min(pairs, key=lambda pair: share(*pair))[0]) if pairs else {}
-
-
-def nearest_change(request: Request, shortfall: Mapping[Tier, int]) -> str:
-    """One sentence: what to change so that a plan fits."""
-    rows = largest_batch(request, below=request.rows)
-    parts = []
-    if rows:
-        parts.append(f"batch {rows} fits")
-    if Tier.HOST in shortfall:
-        state_bytes = sum(layer.state_bytes for layer in request.sizes(1).layers)
-        if request.capacity[Tier.NVME] == 0 and shortfall[Tier.HOST] < state_bytes:
-            parts.append(f"or an NVMe drive for optimizer state ({state_bytes / 1e9:.1f} GB in all)")
-        parts.append(f"or {shortfall[Tier.HOST] / 1e9:.2f} GB more host memory")
-        if not rows:
-            parts.append("or 8-bit optimizer state, if the optimizer keeps 32-bit state now")
-    if Tier.DEVICE in shortfall:
-        parts.append(f"or {shortfall[Tier.DEVICE] / 1e9:.2f} GB more device memory")
-    return ", ".join(parts).removeprefix("or ")
-
-
-def largest_batch(request: Request, *, below: int, most_probes: int = 20) -> int:
-    """The largest batch under `below` for which some plan fits; 0 if none does.
-
-    Only memory decides, at the finest microbatches; feasibility is taken to fall with the batch.
-    """
-    low, high = 0, below
-    for _ in range(most_probes):
-        if high - low <= 1:
-            break
-        middle = (low + high) // 2
-        if feasible(dataclasses.replace(request, rows=middle, microbatches=None)):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def feasible(request: Request) -> bool:
-    """Whether some plan fits."""
-    finest = request.rows // request.devices
-    handoffs: tuple[Handoff, ...] = (request.handoff,) if request.handoff else ("device", "host")
-    candidates = [
-        settings
-        for settings in settings_of(dataclasses.replace(request, microbatches=request.microbatches or finest))
-        if settings.handoff in handoffs
-    ]
-    return any(not memory_shortfall(lean_problem(request, settings)) for settings in candidates)
 
 
 def _deeper_one_fits(settings: Plan, candidates: Sequence[_Candidate]) -> bool:

@@ -41,12 +41,14 @@ class Verification:
         period_seconds: of the replay in the steady state.
         bounds_seconds: for each resource, what all its operations take: no period is shorter.
         peak_bytes: per tier, with working sets and optimizer state.
+        live_bytes: per tier, what the schedule counts at its peak: activations, slabs, gradients.
         simulation: the replay.
     """
 
     period_seconds: float
     bounds_seconds: Mapping[Resource, float]
     peak_bytes: Mapping[Tier, int]
+    live_bytes: Mapping[Tier, int]
     simulation: Simulation
 
     @property
@@ -95,12 +97,13 @@ def verify(
             )
     if plan.prediction is not None:
         predicted = plan.prediction.period_seconds
-        if abs(predicted - simulation.period_seconds) > PERIOD_TOLERANCE * simulation.period_seconds:
+        if not abs(predicted - simulation.period_seconds) <= PERIOD_TOLERANCE * simulation.period_seconds:
             raise VerificationError(
                 f"prediction.period_seconds: {predicted} s, the replay takes {simulation.period_seconds} s; "
                 "the plan was made for other costs"
             )
-    return Verification(simulation.period_seconds, bounds, total, simulation)
+    live = schedule.peak_bytes()
+    return Verification(simulation.period_seconds, bounds, total, live, simulation)
 
 
 def check_order(schedule: Schedule) -> None:

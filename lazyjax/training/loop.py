@@ -18,6 +18,7 @@ from jaxtyping import Float32
 
 from lazyjax.batch import Batch
 from lazyjax.execution.executor import StepResult
+from lazyjax.planning.plan import Plan
 from lazyjax.timeline import Timeline
 from lazyjax.training.display import Display
 from lazyjax.training.interrupt import StopRequest
@@ -78,7 +79,8 @@ class Trainer:
         evaluation: gives the held-out batches, the same ones at every call; no batch, no evaluation.
         parameter_count: N of the model TFLOPS.
         folder: where metrics, timeline and summary are written.
-        facts: entries that the summary repeats (device, model, plan, ...).
+        facts: entries that the summary repeats (device, model, ...); those of `plan_facts` follow
+            the plan in use.
         after_step: gets every step and its result, and may answer with a plan made again.
     """
 
@@ -97,7 +99,7 @@ class Trainer:
     ) -> None:
         self._executor, self._batches, self._evaluation = executor, batches, evaluation
         self._course, self._parameter_count = course, parameter_count
-        self._folder, self._display, self._facts = folder, display, facts
+        self._folder, self._display, self._facts = folder, display, dict(facts)
         self._after_step = after_step
         self._stop = StopRequest()
         self._steps: list[StepMetrics] = []
@@ -163,6 +165,7 @@ class Trainer:
         if outcome is not None:
             if outcome.swapped:
                 self._folder.write_plan(outcome.plan, after_step=step)
+                self._facts |= plan_facts(outcome.plan)
             log.replan(outcome)
             self._display.replan(outcome)
 
@@ -194,6 +197,11 @@ class Trainer:
             "total_seconds": seconds,
             "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
+
+
+def plan_facts(plan: Plan) -> dict[str, str]:
+    """What a summary says of the plan in use: who made it, and its fingerprint."""
+    return {"planner": plan.planner, "plan": plan.fingerprint()}
 
 
 def summarize(steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationMetrics]) -> dict[str, Any]:

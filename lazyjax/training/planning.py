@@ -1,7 +1,8 @@
 """Which plan a run starts with, and when it is given up for a better one.
 
 Every plan is verified before it runs. With `plan.hardware` set to `calibrate` the machine is
-measured first and kernels are timed on it. With `plan.replan_after_steps` the times of the first
+measured first and kernels are timed on it, of the smallest and the largest microbatches; those
+between follow (`lazyjax.training.timed_costs`). With `plan.replan_after_steps` the times of the first
 steps replace the predicted ones and the plan is solved again for the same microbatches, because
 only for those are there times.
 """
@@ -12,30 +13,32 @@ import dataclasses
 import functools
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax
+from rich.console import Console
 
 from lazyjax.config import Config
-from lazyjax.execution.calibrate import calibrate, kernels_of
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.hardware.measure import MeasureOptions, measure_profile
 from lazyjax.hardware.profile import HardwareProfile, load_profile
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning import cache
-from lazyjax.planning.baselines import BASELINES, keep_all, recompute_all, without_nvme
+from lazyjax.planning.baselines import BASELINES, without_nvme
 from lazyjax.planning.command import solve_cached, verify_for
 from lazyjax.planning.costs import Costs, MeasuredKey, measured_key, template_costs
 from lazyjax.planning.machine import block_shapes, update_probe
 from lazyjax.planning.plan import Plan, PlanError, load_plan, validate_plan
+from lazyjax.planning.question import CostModel, Request
 from lazyjax.planning.request import build_request
-from lazyjax.planning.schedule import COMPUTE_KINDS, Kind, Schedule, build_schedule
-from lazyjax.planning.search import CostModel, Request, find_plan, predict
+from lazyjax.planning.schedule import COMPUTE_KINDS, Kind, Schedule
+from lazyjax.planning.search import find_plan, predict
 from lazyjax.planning.sizes import model_sizes
 from lazyjax.planning.verify import VerificationError, verify
 from lazyjax.timeline import Event, Timeline
+from lazyjax.training.status import say, stage
+from lazyjax.training.timed_costs import time_kernels, timed_costs, timed_rows
 
 #: Value of `plan.hardware` that stands for measuring the machine when training starts.
 CALIBRATE = "calibrate"
@@ -63,20 +66,25 @@ class Choice(NamedTuple):
     request: Request | None
 
 
-def choose(config: Config, template: ModelTemplate, kernels: Kernels | None = None) -> Choice:
+def choose(
+    config: Config, template: ModelTemplate, kernels: Kernels | None = None, console: Console | None = None
+) -> Choice:
     """`choose_plan`, with what is needed to plan again.
 
     Args:
         kernels: those of the run, so that a calibration compiles nothing twice.
+        console: shows what is measured and solved; None: nothing is shown.
     """
     names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
     batch = {"rows": config.data.rows, "sequence_length": config.data.sequence_length}
     keys = ("microbatches", "prefetch", "backward_prefetch", "update", "handoff")
     given = {key: getattr(config.plan, key) for key in keys if getattr(config.plan, key) is not None}
-    request = None
     milp = config.plan.planner == "milp" and config.plan.file is None
-    if config.plan.hardware is not None and (milp or config.plan.replan_after_steps is not None):
-        request = make_request(config, template, kernels)
+    if milp:
+        request = make_request(config, template, kernels, console, microbatches=config.plan.microbatches)
+        plan = _solve(config, dataclasses.replace(request, **given), console)
+        _check_runs(plan, config, template, names)
+        return Choice(plan, request)
     if config.plan.file is not None:
         plan = load_plan(config.plan.file)
         for key, value in batch.items():
@@ -84,36 +92,40 @@ def choose(config: Config, template: ModelTemplate, kernels: Kernels | None = No
                 raise PlanError(
                     f"{config.plan.file}: {key} is {getattr(plan, key)}, but data.{key} is {value}"
                 )
-    elif milp:
-        assert request is not None
-        plan = _solve(config, dataclasses.replace(request, **given))
     else:
         plan = BASELINES[config.plan.planner](template.spec, names, **batch, **given)
         if config.plan.nvme_folder is None:
             plan = without_nvme(plan)
+    _check_runs(plan, config, template, names)
+    _verify_structure(plan, config, template)
+    if config.plan.hardware is None or config.plan.replan_after_steps is None:
+        return Choice(plan, None)
+    return Choice(plan, make_request(config, template, kernels, console, microbatches=plan.microbatches))
+
+
+def _check_runs(plan: Plan, config: Config, template: ModelTemplate, names: Sequence[Sequence[str]]) -> None:
+    """Whether the plan is one of this model and has the drive and the devices that it needs."""
     validate_plan(plan, template.spec, names)
     if plan != without_nvme(plan) and config.plan.nvme_folder is None:
         raise PlanError(f"{config.plan.file}: the plan uses NVMe; set plan.nvme_folder to a folder there")
     rows, devices = plan.microbatch_rows, config.plan.devices
     if rows % devices:
         raise PlanError(f"plan.devices ({devices}) does not divide the {rows} rows of a microbatch")
-    if not milp:
-        _verify_structure(plan, config, template)
-    return Choice(plan, request)
 
 
-def _solve(config: Config, request: Request) -> Plan:
+def _solve(config: Config, request: Request, console: Console | None) -> Plan:
     """The planner's plan, or the one it found before; either fits and takes as long as it says."""
     seconds = config.plan.time_limit_seconds
     # Times that were just measured never come back exactly: there is nothing to find again.
     folder = None if config.plan.hardware == CALIBRATE else cache.default_folder()
-    plan, found = solve_cached(request, folder, time_limit_seconds=seconds)
+    say(console, f"planning: looking for the fastest plan, for {seconds:g} s or a little longer")
+    plan, found = solve_cached(request, folder, time_limit_seconds=seconds, console=console)
     try:
         verify_for(request, plan)
     except VerificationError:
         if found is not None:
             raise
-        plan, _ = solve_cached(request, None, time_limit_seconds=seconds)
+        plan, _ = solve_cached(request, None, time_limit_seconds=seconds, console=console)
         verify_for(request, plan)
     return plan
 
@@ -131,8 +143,22 @@ def _verify_structure(plan: Plan, config: Config, template: ModelTemplate) -> No
     verify(plan.model_copy(update={"prediction": None}), sizes, lambda operation: 1.0)
 
 
-def make_request(config: Config, template: ModelTemplate, kernels: Kernels | None = None) -> Request:
+def make_request(
+    config: Config,
+    template: ModelTemplate,
+    kernels: Kernels | None = None,
+    console: Console | None = None,
+    *,
+    microbatches: int | None = None,
+) -> Request:
     """The planner's question, for the machine in `plan.hardware`.
+
+    To calibrate, rates are measured and kernels are timed here: those of the microbatches that
+    `microbatches` gives, or else of the smallest and the largest that the planner considers. Costs
+    of other sizes follow from these (`lazyjax.training.timed_costs`).
+
+    Args:
+        microbatches: parts of the batch, where their number is decided.
 
     Raises:
         ProfileError: there is no such profile.
@@ -140,12 +166,11 @@ def make_request(config: Config, template: ModelTemplate, kernels: Kernels | Non
     hardware = config.plan.hardware
     assert hardware is not None
     measured = hardware == CALIBRATE
-    profile = _measured_profile(config, template) if measured else load_profile(hardware)
+    profile = _measured_profile(config, template, console) if measured else load_profile(hardware)
     if profile.devices != config.plan.devices:
         sources = {**profile.sources, "devices": "plan.devices of the configuration"}
         profile = profile.model_copy(update={"devices": config.plan.devices, "sources": sources})
-    costs = functools.cache(functools.partial(_timed_costs, config, template, profile, kernels))
-    return build_request(
+    request = build_request(
         template,
         profile,
         rows=config.data.rows,
@@ -156,12 +181,17 @@ def make_request(config: Config, template: ModelTemplate, kernels: Kernels | Non
         device_bytes=config.plan.device_bytes,
         host_bytes=config.plan.host_bytes,
         nvme_bytes=None if config.plan.nvme_folder is not None else 0,
-        costs=costs if measured else None,
         identity=CALIBRATE if measured else "",
     )
+    request = dataclasses.replace(request, microbatches=microbatches)
+    if not measured:
+        return request
+    # The request has checked that the batch can be split at all: now there are sizes to time.
+    costs = _timed_costs(config, template, profile, kernels, console, microbatches)
+    return dataclasses.replace(request, costs=costs)
 
 
-def _measured_profile(config: Config, template: ModelTemplate) -> HardwareProfile:
+def _measured_profile(config: Config, template: ModelTemplate, console: Console | None) -> HardwareProfile:
     options = MeasureOptions(
         shapes=block_shapes(template, config.data.rows * config.data.sequence_length),
         compute_dtype=config.model.compute_dtype,
@@ -170,8 +200,10 @@ def _measured_profile(config: Config, template: ModelTemplate) -> HardwareProfil
         nvme_folder=config.plan.nvme_folder,
         repeats=3,
     )
-    optimizer = config.optimizer.name
-    return measure_profile(CALIBRATE, options, {optimizer: update_probe(optimizer)})
+    optimizer: str = config.optimizer.name
+    with stage(console, "calibrating: measuring the rates of this machine") as advance:
+        probes = {optimizer: update_probe(optimizer)}
+        return measure_profile(CALIBRATE, options, probes, progress=advance)
 
 
 def _profile_costs(config: Config, template: ModelTemplate, profile: HardwareProfile, rows: int) -> Costs:
@@ -187,36 +219,32 @@ def _profile_costs(config: Config, template: ModelTemplate, profile: HardwarePro
 
 
 def _timed_costs(
-    config: Config, template: ModelTemplate, profile: HardwareProfile, kernels: Kernels | None, rows: int
-) -> Costs:
-    """Costs of microbatches of `rows`, with the kernels of two opposite plans timed.
-
-    Sets of residuals between nothing and everything take their prediction, scaled as those two
-    were. Sizes that no microbatch of this batch has are not timed.
-    """
-    costs = _profile_costs(config, template, profile, rows)
-    if config.data.rows % rows:
-        return costs
+    config: Config,
+    template: ModelTemplate,
+    profile: HardwareProfile,
+    kernels: Kernels | None,
+    console: Console | None,
+    microbatches: int | None,
+) -> Callable[[int], Costs]:
+    """Rows of a microbatch -> costs; kernels are timed at once, of one size or two."""
+    predicted = functools.cache(functools.partial(_profile_costs, config, template, profile))
     kernels = kernels or Kernels(
         template,
         data_mesh(),
         compute_dtype=config.model.compute_dtype,
         gradient_dtype=config.optimizer.gradient_dtype,
     )
-    names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
-    length, count = config.data.sequence_length, config.data.rows // rows
-    schedules = [
-        build_schedule(
-            planner(template.spec, names, rows=config.data.rows, sequence_length=length, microbatches=count),
-            costs.sizes,
-        )
-        for planner in (recompute_all, keep_all)
-    ]
-    keys = kernels_of(schedules, kernels)
-    # A CPU's device memory is the host's: knowing its scratch is not worth compiling everything twice.
-    scratch = jax.default_backend() != "cpu"
-    found = calibrate(kernels, keys, rows=rows, sequence_length=length, repeats=3, working_sets=scratch)
-    return costs.with_measured(found.seconds, found.working_bytes)
+    rows = config.data.rows
+    sizes = timed_rows(rows, microbatches=microbatches, devices=config.plan.devices)
+    words = " and ".join(map(str, sizes))
+    with stage(console, f"calibrating: timing kernels of microbatches of {words} rows") as advance:
+        timed = time_kernels(predicted, kernels, sizes, rows=rows, advance=advance)
+
+    @functools.cache
+    def costs(microbatch_rows: int) -> Costs:
+        return timed_costs(predicted, timed, rows=microbatch_rows)
+
+    return costs
 
 
 @runtime_checkable

@@ -1,8 +1,8 @@
 """The folder of one run: everything needed to repeat and to judge it.
 
     config.yaml     the resolved configuration; `lazyjax train config.yaml` repeats the run
-    plan.json       the plan that was executed
-    plan-after-step-N.json  the one that replaced it, where a run planned again
+    plan.json       the plan in use at the end
+    plan-until-step-N.json  the one before it, where a run planned again after step N and changed over
     metrics.jsonl   one JSON object per step and per evaluation
     tensorboard/    the same numbers for TensorBoard
     timeline.json   the last step's operations, for ui.perfetto.dev
@@ -55,8 +55,11 @@ class RunFolder:
         (self.path / "config.yaml").write_text(dump_config(config))
 
     def write_plan(self, plan: Plan, *, after_step: int = 0) -> None:
-        """Writes plan.json, or the plan that replaces it after `after_step` steps."""
-        plan.save(self.path / (f"plan-after-step-{after_step}.json" if after_step else "plan.json"))
+        """Writes plan.json; the plan that it replaces after `after_step` steps is kept beside it."""
+        current = self.path / "plan.json"
+        if after_step:
+            current.rename(self.path / f"plan-until-step-{after_step}.json")
+        plan.save(current)
 
     def write_timeline(self, timelines: Sequence[Timeline]) -> None:
         """Writes timeline.json."""

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from lazyjax.config import Config, DataConfig
+from lazyjax.config import Config, ConfigError, DataConfig
 from lazyjax.data.chat import Tokenizer, load_tokenizer, padding_token_id
 from lazyjax.data.loader import Loader, Settings
 from lazyjax.data.sources import open_source
@@ -42,7 +42,7 @@ from lazyjax.specs import ModelSpec, item_bytes, slab_layout
 from lazyjax.storage.host import HostStore, allocate_host_store
 from lazyjax.training.display import Display, format_bytes
 from lazyjax.training.learning_rate import learning_rates
-from lazyjax.training.loop import Course, Trainer
+from lazyjax.training.loop import Course, Trainer, plan_facts
 from lazyjax.training.planning import Replan, choose, make_replanner
 from lazyjax.training.run_folder import RunFolder, create_run_folder
 
@@ -148,6 +148,19 @@ def _check_disk(folder: pathlib.Path, needed_bytes: int) -> None:
         )
 
 
+def _check_replanning(config: Config, steps: int) -> None:
+    """A plan that is solved again after the last step would never run."""
+    after_steps = config.plan.replan_after_steps
+    if after_steps is None or after_steps < steps:
+        return
+    words = f"training.steps ({steps})"
+    if config.training.steps is None:
+        words = f"training.epochs ({config.training.epochs}: {steps} steps)"
+    raise ConfigError(
+        f"plan.replan_after_steps ({after_steps}) leaves nothing of {words} for another plan to run"
+    )
+
+
 def available_host_bytes() -> int | None:
     """Memory that can be had without swapping (Linux; None elsewhere)."""
     try:
@@ -212,9 +225,6 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         spec, optimizer, gradient_dtype=config.optimizer.gradient_dtype, devices=mesh.size
     )
     _check_host_memory(state_bytes, optimizer.name)
-    kernels = Kernels(template, mesh, config.model.compute_dtype, config.optimizer.gradient_dtype)
-    choice = choose(config, template, kernels)
-    plan, replanner = choice.plan, make_replanner(config, template, choice)
     tokenizer_folder = config.data.tokenizer or config.model.folder
     tokenizer = load_tokenizer(tokenizer_folder)
     if len(tokenizer) > spec.vocabulary_size:
@@ -224,8 +234,13 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         )
     batches = read_batches(config.data, tokenizer, config.training.evaluate_rows)
     course = make_course(config, batches.training)
+    _check_replanning(config, course.steps)
     if config.run.save_model:
         _check_disk(config.run.folder, 2 * spec.parameter_count)
+    # Last, because measuring and solving may take minutes.
+    kernels = Kernels(template, mesh, config.model.compute_dtype, config.optimizer.gradient_dtype)
+    choice = choose(config, template, kernels, console)
+    plan, replanner = choice.plan, make_replanner(config, template, choice)
     folder = create_run_folder(config, spec.name)
     folder.write_plan(plan)
     weights = "random weights" if checkpoint is None else f"weights from {config.model.folder}"
@@ -303,8 +318,7 @@ def _facts(config: Config, spec: ModelSpec, plan: Plan, device: jax.Device) -> d
     return {
         "model": spec.name,
         "parameters": spec.parameter_count,
-        "planner": plan.planner,
-        "plan": plan.fingerprint(),
+        **plan_facts(plan),
         "optimizer": config.optimizer.name,
         "rows": plan.rows,
         "sequence_length": plan.sequence_length,

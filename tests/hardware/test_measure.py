@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
+import shutil
 import time
 
 import jax
 import pytest
 from rich.console import Console
 
+from lazyjax.cli import main
 from lazyjax.hardware.measure import (
     MatrixShape,
     MeasureOptions,
@@ -21,6 +24,8 @@ from lazyjax.hardware.measure import (
     nvme_rates,
 )
 from lazyjax.hardware.profile import dump_profile, load_profile
+from lazyjax.optim.make import OPTIMIZERS
+from lazyjax.planning import machine
 from lazyjax.planning.machine import block_shapes, profile_machine, update_probe
 from tests import tiny
 
@@ -100,6 +105,41 @@ def test_without_a_folder_there_is_no_nvme(tmp_path: pathlib.Path) -> None:
     assert set(profile.host_update_parameters_per_second) == {"hybrid8bit"}
     with pytest.raises(ValueError, match="optimizer 'sgd': there are"):
         profile_machine(output, template, optimizers=("sgd",))
+
+
+def test_every_optimizer_is_measured_unless_told_otherwise(tmp_path, monkeypatch) -> None:
+    asked = []
+
+    def refuse(name, options, probes, *, progress):
+        asked.extend(probes)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(machine, "measure_profile", refuse)
+    template = tiny.template("qwen2", tied=False, blocks=1)
+    with pytest.raises(ValueError, match="enough"), open(os.devnull, "w") as nowhere:
+        profile_machine(tmp_path / "mine.yaml", template, console=Console(file=nowhere))
+    assert set(asked) == set(OPTIMIZERS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_is_refused_before_measuring(tmp_path, monkeypatch, capsys) -> None:
+    def measure(*arguments, **keywords):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(machine, "measure_profile", measure)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    good = tmp_path / "mine.yaml"
+    for words in (["--out", blocked / "mine.yaml"], ["--out", tmp_path]):
+        assert main(["profile", *map(str, words)]) == 2
+        assert f"{words[1]}: the profile cannot be written there" in capsys.readouterr().err
+    assert main(["profile", "--out", str(good), "--nvme-folder", str(blocked / "nvme")]) == 2
+    message = f"NVMe folder {blocked / 'nvme'}: cannot be written"
+    assert message in capsys.readouterr().err
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
+    assert main(["profile", "--out", str(good), "--nvme-folder", str(tmp_path)]) == 2
+    assert re.search(r"measuring takes \d+ bytes, 0 are free", capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == [blocked]
 
 
 def test_shapes_are_the_blocks_matrices() -> None:

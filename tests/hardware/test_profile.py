@@ -80,8 +80,35 @@ def test_bad_profile_names_the_key(change: tuple[str, str], message: str) -> Non
 
 
 def test_unknown_name_lists_presets() -> None:
-    with pytest.raises(ProfileError, match=r"neither a file nor a preset; presets: a100-80g, a6000"):
-        load_profile("h900")
+    with pytest.raises(ProfileError, match=r"neither a file nor a preset \(presets: a100-80g, a6000"):
+        load_profile("tpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("h800", "h800-paper"), ("rtx4909", "rtx4090"), ("H200", "h200"), ("h100", "h100-sxm")],
+)
+def test_a_near_miss_is_told_what_was_probably_meant(given: str, meant: str) -> None:
+    with pytest.raises(ProfileError, match=rf"profile '{given}': .*; did you mean {meant}\?"):
+        load_profile(given)
+
+
+@pytest.mark.parametrize("content", [b"\x93NUMPY\x01\x00\xff\xfe", b"name: \x00\x01"])
+def test_a_binary_file_is_named(content: bytes, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "weights.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ProfileError, match=r"weights\.yaml: not (a text file|YAML)"):
+        load_profile(path)
+
+
+@pytest.mark.parametrize("key", ["duplex_factor", "hybrid8bit"])
+def test_a_repeated_key_is_refused_by_name(key: str) -> None:
+    text = dump_profile(load_profile("h800-paper"))
+    (line,) = [line for line in text.splitlines() if line.strip() == f"{key}:"]
+    indent = line.removesuffix(f"{key}:")
+    twice = text.replace(line, f"{indent}{key}: {{value: 1.0, source: x}}\n{line}", 1)
+    with pytest.raises(ProfileError, match=rf"profile test: .*key '{key}' stands twice.*line"):
+        parse_profile(twice, where="profile test")
 
 
 def test_nvme_capacity_needs_rates() -> None:

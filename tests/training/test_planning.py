@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from lazyjax.config import Config, ConfigError, load_config
+from lazyjax.execution.calibrate import Calibration
 from lazyjax.execution.executor import Executor
 from lazyjax.execution.host_update import HostUpdates
 from lazyjax.execution.kernels import Kernels, data_mesh
@@ -25,11 +26,13 @@ from lazyjax.optim.clipping import ClipRule
 from lazyjax.planning import command
 from lazyjax.planning.baselines import recompute_all
 from lazyjax.planning.costs import Costs, MeasuredKey, measured_key
+from lazyjax.planning.plan import load_plan
 from lazyjax.planning.request import build_request
 from lazyjax.planning.schedule import COMPUTE_KINDS, Kind, Operation
 from lazyjax.planning.simulate import simulate
 from lazyjax.planning.verify import VerificationError
-from lazyjax.training import planning, setup
+from lazyjax.timeline import Resource
+from lazyjax.training import planning, setup, timed_costs
 from lazyjax.training.planning import Replanner, TimedStep, choose_plan, measured_costs, replan
 from lazyjax.training.setup import read_architecture
 from tests import reference, tiny
@@ -203,16 +206,63 @@ def test_a_plan_that_fails_verification_never_runs(small, tmp_path, monkeypatch,
 def test_a_run_calibrates_plans_again_and_records_it(small, tmp_path) -> None:
     words = ["--plan.planner", "milp", "--plan.hardware", "calibrate", "--plan.replan-after-steps", "2"]
     # One microbatch size: few kernels to compile.
-    words += ["--data.rows", "1", "--data.sequence-length", "32", "--training.steps", "2"]
+    words += ["--data.rows", "1", "--data.sequence-length", "32", "--training.steps", "3"]
     console = Console(file=io.StringIO(), width=200)
     summary = setup.train(small(*words), console)
     assert (summary["status"], summary["planner"]) == ("finished", "milp")
+    text = console.file.getvalue()
+    lines = ("measuring the rates", "timing kernels of microbatches of 1 rows", "planning:", "prefetch")
+    assert [line for line in lines if line not in text] == []
     folder = tmp_path / "runs" / "run"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (record,) = [line for line in lines if line["kind"] == "replan"]
     assert record["step"] == 2
-    assert (folder / "plan-after-step-2.json").exists() == record["swapped"]
+    assert (folder / "plan-until-step-2.json").exists() == record["swapped"]
+    assert load_plan(folder / "plan.json").fingerprint() == summary["plan"]
     assert "planned again after step 2" in console.file.getvalue()
+
+
+def test_after_a_swap_the_records_speak_of_the_new_plan(small, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(planning.cache, "worth_swapping", lambda running, candidate: True)
+    words = ["--plan.planner", "megatrain", "--plan.hardware", "h800-paper"]
+    summary = setup.train(small(*words, "--plan.replan-after-steps", "2"), Console(file=io.StringIO()))
+    folder = tmp_path / "runs" / "run"
+    last, first = (load_plan(folder / name) for name in ("plan.json", "plan-until-step-2.json"))
+    assert (first.planner, last.planner) == ("megatrain", "milp")
+    assert (summary["planner"], summary["plan"]) == ("milp", last.fingerprint())
+    assert json.loads((folder / "summary.json").read_text()) == summary
+
+
+def test_only_the_ends_of_the_microbatch_sizes_are_timed(small, monkeypatch) -> None:
+    timed = []
+
+    def calibrate(kernels, keys, *, rows, **options):
+        timed.append(rows)
+        return Calibration(dict.fromkeys(keys, 1e-3 * rows), {})
+
+    monkeypatch.setattr(timed_costs, "calibrate", calibrate)
+    config = small("--plan.planner", "milp", "--plan.hardware", "calibrate", "--data.rows", "8")
+    template = build_template(read_architecture(config)[0])
+    request = planning.make_request(config, template)
+    # Every kernel takes time in proportion to its rows, and so does what is not timed, nearly.
+    block = Operation(0, Kind.FORWARD, Resource.COMPUTE, 1, 0, 0)
+    assert request.costs(8).operation_seconds(block) == pytest.approx(8e-3)
+    assert 1e-3 < request.costs(2).operation_seconds(block) < 4e-3
+    assert timed == [1, 8]
+    timed.clear()
+    planning.make_request(config, template, microbatches=2)
+    assert timed == [4]
+
+
+def test_planning_again_leaves_a_step_for_the_new_plan(small, tmp_path) -> None:
+    words = ("--plan.hardware", "h800-paper", "--plan.replan-after-steps", "3")
+    both = r"plan\.replan_after_steps \(3\) leaves nothing of training\.steps \(3\)"
+    with pytest.raises(ConfigError, match=both):
+        setup.train(small(*words), Console(file=io.StringIO()))
+    words += ("--training.steps", "null", "--training.epochs", "0.001")
+    with pytest.raises(ConfigError, match=r"training\.epochs \(0\.001: 2 steps\)"):
+        setup.train(small(*words), Console(file=io.StringIO()))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_planning_again_needs_a_machine(small) -> None:

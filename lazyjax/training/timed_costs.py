@@ -1,0 +1,182 @@
+"""Costs of every microbatch size from kernels that are timed on the device for one or two of them.
+
+Compiling is what takes long, so not every size is timed. Kernels of other sizes take their
+prediction times the ratio of measured to predicted seconds at the timed sizes. Between two timed
+sizes that ratio is linear in 1 / rows: a fixed part of every call (launches, small arrays) weighs
+less the more rows there are. Working sets, where the device tells them, follow in the same way.
+Nor is every kernel of a timed size: what accumulating a gradient adds to a backward call is timed
+where nothing was saved, and holds where everything was.
+
+It knows no configuration and decides no plan.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+
+from lazyjax.execution.calibrate import Calibration, calibrate
+from lazyjax.execution.kernels import Kernels
+from lazyjax.planning.baselines import keep_all, recompute_all
+from lazyjax.planning.costs import Costs, MeasuredKey, measured_key
+from lazyjax.planning.question import microbatch_counts
+from lazyjax.planning.schedule import COMPUTE_KINDS, Kind, Operation, build_schedule
+from lazyjax.training.status import Advance
+
+#: A kernel whatever it does with gradients: layer kind, phase, saved names.
+_Group = tuple[str, Kind, tuple[str, ...]]
+
+
+def timed_rows(rows: int, *, microbatches: int | None = None, devices: int = 1) -> tuple[int, ...]:
+    """Microbatch sizes to time for a batch of `rows`: the only one, or the smallest and the largest."""
+    if microbatches is not None:
+        return (rows // microbatches,)
+    sizes = [rows // count for count in microbatch_counts(rows, devices)]
+    return tuple(sorted({min(sizes), max(sizes)}))
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedSize:
+    """What was measured of microbatches of `rows`, and the operation that stands for each kernel."""
+
+    rows: int
+    operations: Mapping[MeasuredKey, Operation]
+    found: Calibration
+
+
+def time_kernels(
+    predicted: Callable[[int], Costs],
+    kernels: Kernels,
+    sizes: Sequence[int],
+    *,
+    rows: int,
+    advance: Advance = lambda what, done, total: None,
+) -> tuple[TimedSize, ...]:
+    """Times the kernels that two opposite plans call, one that recomputes all and one that keeps all.
+
+    Args:
+        predicted: rows of a microbatch -> costs from rates.
+        sizes: rows of the microbatches to time, divisors of `rows`.
+        rows: of the batch.
+    """
+    template = kernels.template
+    names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
+    operations: dict[int, dict[MeasuredKey, Operation]] = {}
+    for size in sizes:
+        costs = predicted(size)
+        batch = {"rows": rows, "sequence_length": costs.sequence_length, "microbatches": rows // size}
+        operations[size] = {
+            measured_key(operation, template.spec): operation
+            for planner in (recompute_all, keep_all)
+            for operation in build_schedule(planner(template.spec, names, **batch), costs.sizes).operations
+            if operation.kind in COMPUTE_KINDS
+        }
+    total, done = sum(not _follows(key) for by_key in operations.values() for key in by_key), 0
+    timed = []
+    for size, by_key in operations.items():
+
+        def progress(key: MeasuredKey, size: int = size) -> None:
+            nonlocal done
+            advance(f"timing kernels of microbatches of {size} rows", done, total)
+            done += 1
+
+        found = calibrate(
+            kernels,
+            [key for key in by_key if not _follows(key)],
+            rows=size,
+            sequence_length=predicted(size).sequence_length,
+            repeats=3,
+            # A CPU's device memory is the host's: its scratch is not worth compiling everything twice.
+            working_sets=jax.default_backend() != "cpu",
+            progress=progress,
+        )
+        timed.append(TimedSize(size, by_key, _completed(found, by_key)))
+    return tuple(timed)
+
+
+def _follows(key: MeasuredKey) -> bool:
+    """Whether a kernel is not timed: it accumulates and reads residuals."""
+    return key.accumulates and bool(key.saved)
+
+
+def _completed(found: Calibration, keys: Iterable[MeasuredKey]) -> Calibration:
+    """With the kernels that follow: what accumulating adds to a call without residuals is added."""
+    seconds, working_bytes = dict(found.seconds), dict(found.working_bytes)
+    for key in filter(_follows, keys):
+        first = key._replace(accumulates=False, last=False)
+        with_gradient, plain = key._replace(saved=()), first._replace(saved=())
+        added = found.seconds[with_gradient] - found.seconds[plain]
+        seconds[key] = found.seconds[first] + max(0.0, added)
+        if first in found.working_bytes:
+            more = found.working_bytes[with_gradient] - found.working_bytes[plain]
+            working_bytes[key] = found.working_bytes[first] + max(0, more)
+    return Calibration(seconds, working_bytes)
+
+
+def timed_costs(predicted: Callable[[int], Costs], timed: Sequence[TimedSize], *, rows: int) -> Costs:
+    """Costs of microbatches of `rows`: as measured where they were timed, or else in proportion.
+
+    Sets of residuals between nothing and everything take their prediction, scaled as those two
+    were (`Costs.with_measured`).
+
+    Args:
+        predicted: rows of a microbatch -> costs from rates.
+        timed: what `time_kernels` gives; at least one size, in ascending order.
+    """
+    costs = predicted(rows)
+    for size in timed:
+        if size.rows == rows:
+            return costs.with_measured(size.found.seconds, size.found.working_bytes)
+    low, high = timed[0], timed[-1]
+    small, large = _ratios(predicted(low.rows), low), _ratios(predicted(high.rows), high)
+    share = 1.0 if low is high else (1 / rows - 1 / high.rows) / (1 / low.rows - 1 / high.rows)
+    share = min(1.0, max(0.0, share))
+    alone = _alone(costs)
+    seconds, working_bytes = dict[MeasuredKey, float](), dict[MeasuredKey, int]()
+    # The smallest microbatches call every kernel; the largest may be the only one of a batch, which
+    # accumulates nothing.
+    for key, operation in low.operations.items():
+        group = _group(key)
+        ratio = share * small.seconds[group] + (1 - share) * large.seconds[group]
+        seconds[key] = ratio * alone.operation_seconds(operation)
+        if key in low.found.working_bytes:
+            ratio = share * small.working_bytes[group] + (1 - share) * large.working_bytes[group]
+            guess = costs.working_bytes(operation.kind, operation.layer, operation.saved)
+            working_bytes[key] = math.ceil(ratio * max(1, guess))
+    return costs.with_measured(seconds, working_bytes)
+
+
+class _Ratios(NamedTuple):
+    """Measured over predicted figures by group of kernels: the mean of seconds, the largest of bytes."""
+
+    seconds: Mapping[_Group, float]
+    working_bytes: Mapping[_Group, float]
+
+
+def _ratios(costs: Costs, size: TimedSize) -> _Ratios:
+    alone = _alone(costs)
+    seconds, working_bytes = collections.defaultdict(list), collections.defaultdict(list)
+    for key, operation in size.operations.items():
+        seconds[_group(key)].append(size.found.seconds[key] / alone.operation_seconds(operation))
+        if key in size.found.working_bytes:
+            guess = costs.working_bytes(operation.kind, operation.layer, operation.saved)
+            working_bytes[_group(key)].append(size.found.working_bytes[key] / max(1, guess))
+    return _Ratios(
+        {group: statistics.mean(found) for group, found in seconds.items()},
+        {group: max(found) for group, found in working_bytes.items()},
+    )
+
+
+def _group(key: MeasuredKey) -> _Group:
+    return key.kind, key.phase, key.saved
+
+
+def _alone(costs: Costs) -> Costs:
+    """The same without collectives, which `Costs` adds to what is measured."""
+    return costs.with_profile(costs.profile.model_copy(update={"interconnect_bytes_per_second": None}))

@@ -1,0 +1,93 @@
+"""Kernels of two sizes are timed; those of the others follow from how far predictions were off."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+
+from lazyjax.execution.calibrate import Calibration
+from lazyjax.execution.kernels import Kernels, data_mesh
+from lazyjax.hardware.profile import load_profile
+from lazyjax.optim.make import make_host_optimizer
+from lazyjax.planning.costs import Costs, template_costs
+from lazyjax.planning.schedule import Operation
+from lazyjax.timeline import Resource
+from lazyjax.training import timed_costs as module
+from lazyjax.training.timed_costs import TimedSize, time_kernels, timed_costs, timed_rows
+from tests import tiny
+
+BATCH, TOKENS = 8, 12
+TEMPLATE = tiny.template("qwen2", tied=True, blocks=2)
+
+
+@functools.cache
+def predicted(rows: int) -> Costs:
+    return template_costs(
+        TEMPLATE, load_profile("h800-paper"), rows=rows, sequence_length=TOKENS,
+        optimizer=make_host_optimizer("fp32_adamw"), compute_dtype="float32", gradient_dtype="float32",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Both ends, on a device that takes 2 + 3 / rows times the prediction and twice the bytes."""
+
+    def calibrate(kernels, keys, *, rows, progress, **options):
+        seconds, working_bytes = {}, {}
+        for key in keys:
+            progress(key)
+            layer = [layer.kind for layer in TEMPLATE.spec.layers].index(key.kind)
+            operation = Operation(
+                0, key.phase, Resource.COMPUTE, layer, 0, 0,
+                saved=key.saved, accumulates=key.accumulates, last=key.last,
+            )  # fmt: skip
+            seconds[key] = (2 + 3 / rows) * predicted(rows).operation_seconds(operation)
+            guess = predicted(rows).working_bytes(operation.kind, operation.layer, operation.saved)
+            working_bytes[key] = 2 * max(1, guess)
+        return Calibration(seconds, working_bytes)
+
+    monkeypatch.setattr(module, "calibrate", calibrate)
+
+    def make(sizes, advance=lambda what, done, total: None) -> tuple[TimedSize, ...]:
+        kernels = Kernels(TEMPLATE, data_mesh(), "float32", "float32")
+        return time_kernels(predicted, kernels, sizes, rows=BATCH, advance=advance)
+
+    return make
+
+
+def test_the_smallest_and_the_largest_are_timed_or_the_only_one() -> None:
+    assert timed_rows(72) == (1, 72)
+    assert timed_rows(8, devices=2) == (2, 8)
+    assert timed_rows(8, microbatches=2) == (4,)
+    assert timed_rows(1) == (1,)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+def test_other_sizes_follow_in_proportion(timed, rows: int) -> None:
+    ends = timed((1, 8))
+    costs = timed_costs(predicted, ends, rows=rows)
+    for operation in ends[0].operations.values():
+        expected = (2 + 3 / rows) * predicted(rows).operation_seconds(operation)
+        assert costs.operation_seconds(operation) == pytest.approx(expected)
+        place = (operation.kind, operation.layer, operation.saved)
+        assert costs.working_bytes(*place) == math.ceil(2 * max(1, predicted(rows).working_bytes(*place)))
+
+
+def test_one_timed_size_scales_all_others_alike(timed) -> None:
+    ends = timed((4,))
+    costs = timed_costs(predicted, ends, rows=2)
+    for operation in ends[0].operations.values():
+        expected = (2 + 3 / 4) * predicted(2).operation_seconds(operation)
+        assert costs.operation_seconds(operation) == pytest.approx(expected)
+
+
+def test_progress_names_the_size_and_counts_all_kernels(timed) -> None:
+    seen = []
+    ends = timed((1, 8), advance=lambda what, done, total: seen.append((what, done, total)))
+    # At the small end two kernels are not timed: they accumulate and read residuals.
+    total = sum(len(size.operations) for size in ends) - 2
+    assert [(done, of) for _, done, of in seen] == [(done, total) for done in range(total)]
+    assert seen[0][0] == "timing kernels of microbatches of 1 rows"
+    assert seen[-1][0] == "timing kernels of microbatches of 8 rows"
