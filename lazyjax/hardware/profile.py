@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import pydantic
 import yaml
 
-from lazyjax.config import UniqueKeyLoader as UniqueKeyLoader
+from lazyjax.config import UniqueKeyLoader
 
 PositiveRate = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 #: Fields that describe the machine in words and therefore need no source.
