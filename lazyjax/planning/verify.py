@@ -8,7 +8,7 @@ executor will.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from lazyjax.planning.plan import Plan
 from lazyjax.planning.problem import WorkingBytes, no_working_bytes
@@ -17,8 +17,10 @@ from lazyjax.planning.schedule import (
     STATE_WINDOW,
     Kind,
     ModelSizes,
+    Operation,
     Place,
     Schedule,
+    What,
     build_schedule,
 )
 from lazyjax.planning.simulate import OperationSeconds, Simulation, simulate
@@ -69,13 +71,15 @@ def verify(
     """Replays `plan` and checks it.
 
     Raises:
-        VerificationError: an operation waits for a later one, a buffer is freed that is not there
-            or never freed, an operation starts before what it waits for has ended, a peak exceeds
-            its capacity, the period undercuts a bound, or differs from the plan's prediction.
+        VerificationError: an operation waits for a later one, or not for what it needs, a buffer is
+            freed that is not there or never freed, an operation starts before what it waits for has
+            ended, a peak exceeds its capacity, the period undercuts a bound, or differs from the
+            plan's prediction.
     """
     schedule = build_schedule(plan, sizes)
     check_order(schedule)
     check_buffers(schedule)
+    check_data_flow(schedule)
     simulation = simulate(schedule, seconds)
     check_precedence(schedule, simulation)
     peak = used_bytes(schedule, working_bytes)
@@ -133,6 +137,93 @@ def check_buffers(schedule: Schedule) -> None:
     if live:
         place, index = next(iter(live.items()))
         raise VerificationError(f"{place}, allocated by operation {index}, is never freed")
+
+
+def check_data_flow(schedule: Schedule) -> None:
+    """Whatever reads a copy waits for what made it, parameters for their update, updates for gradients.
+
+    Fetches are issued as early as the prefetch depth says, and every layer is updated once.
+    """
+    operations, plan = schedule.operations, schedule.plan
+    made: dict[Place, int] = {}
+    by_kind: dict[Kind, dict[int, int]] = {kind: {} for kind in Kind}
+    for operation in operations:
+        for place in _sources(operation):
+            if place in made and made[place] not in operation.waits:
+                raise VerificationError(
+                    f"operation {operation.index} ({operation.kind.value}) does not wait for {place}, "
+                    f"which operation {made[place]} makes"
+                )
+        if operation.kind is Kind.FETCH:
+            depth = plan.prefetch if operation.window < len(plan.layers) else plan.backward_prefetch
+            late = [
+                wait
+                for wait in operation.waits
+                if operations[wait].kind in COMPUTE_KINDS
+                and operations[wait].window > operation.window - depth
+            ]
+            if late:
+                raise VerificationError(
+                    f"operation {operation.index} fetches layer {operation.layer} only after "
+                    f"operation {late[0]}"
+                )
+        for allocation in operation.allocates:
+            made[allocation.place] = operation.index
+        if operation.kind is Kind.UPDATE and operation.layer in by_kind[Kind.UPDATE]:
+            raise VerificationError(f"layer {operation.layer} is updated twice")
+        by_kind[operation.kind][operation.layer] = operation.index
+    for layer in range(len(plan.layers)):
+        if layer not in by_kind[Kind.UPDATE] or layer not in by_kind[Kind.GRADIENT_OUT]:
+            raise VerificationError(f"layer {layer} is not updated")
+    _check_updates(schedule, by_kind)
+
+
+def _sources(operation: Operation) -> list[Place]:
+    """The copies that an operation reads."""
+    allocated = [allocation.place.buffer for allocation in operation.allocates]
+    match operation.kind:
+        case Kind.RELOAD:
+            return [Place(buffer, Tier.HOST) for buffer in operation.reads if buffer.what is not What.BATCH]
+        case Kind.SPILL:
+            return [Place(buffer, Tier.HOST) for buffer in allocated]
+        case Kind.LOAD:
+            return [Place(buffer, Tier.NVME) for buffer in allocated]
+        case _:
+            return [Place(buffer, Tier.DEVICE) for buffer in operation.reads]
+
+
+def _check_updates(schedule: Schedule, by_kind: Mapping[Kind, Mapping[int, int]]) -> None:
+    operations, plan = schedule.operations, schedule.plan
+    updates, gradients = by_kind[Kind.UPDATE], by_kind[Kind.GRADIENT_OUT]
+    deferred = plan.update == "deferred"
+
+    def require(operation: Operation, waits: Iterable[int], *, previous: bool) -> None:
+        missing = set(waits) - set(operation.waits_previous if previous else operation.waits)
+        if missing:
+            where = " of the step before" if previous else ""
+            raise VerificationError(
+                f"operation {operation.index} ({operation.kind.value}) does not wait for operation "
+                f"{min(missing)}{where}"
+            )
+
+    last_compute = max(o.index for o in operations if o.kind in COMPUTE_KINDS)
+    for operation in operations:
+        layer = operation.layer
+        match operation.kind:
+            case Kind.FETCH if deferred:
+                require(operation, [updates[layer]], previous=False)
+            case Kind.FETCH:
+                require(operation, [max(updates.values())], previous=True)
+            case Kind.UPDATE:
+                # The clip factor needs the gradients of all layers.
+                needed = [gradients[layer], last_compute] if deferred else gradients.values()
+                require(operation, needed, previous=deferred)
+                if plan.layers[layer].state == "nvme":
+                    require(operation, [by_kind[Kind.LOAD_STATE][layer]], previous=False)
+            case Kind.SPILL_STATE:
+                require(operation, [updates[layer]], previous=False)
+            case Kind.LOAD_STATE:
+                require(operation, [max(by_kind[Kind.SPILL_STATE].values())], previous=True)
 
 
 def check_precedence(schedule: Schedule, simulation: Simulation) -> None:

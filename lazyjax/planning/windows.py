@@ -311,9 +311,20 @@ class _WindowSeconds:
         return self.choices.derive(wanted - resident) if resident.terms else wanted
 
     def reload(self, target: int, layer: int) -> Affine:
-        problem, choices, head = self.problem, self.choices, self.problem.head
+        problem, head = self.problem, self.problem.head
         if target == 0:
             return Affine(self._moved(Kind.RELOAD, 0, problem.sizes.batch_bytes))
+        activations = self._reloaded_activations(target, layer)
+        if not self.streamed:
+            return activations
+        # The batch waits on the host with everything else, and every layer reads it.
+        batch = self._moved(Kind.RELOAD, 0, problem.sizes.batch_bytes, problem.microbatches - self.staying)
+        if target > head and layer:
+            activations += self.choices.ending(layer, lambda s: batch * (s.end - s.start))
+        return activations + batch
+
+    def _reloaded_activations(self, target: int, layer: int) -> Affine:
+        problem, choices, head = self.problem, self.choices, self.problem.head
         away = problem.microbatches - self.staying
         if target <= head:
             if not self.streamed or target == head:
@@ -328,8 +339,7 @@ class _WindowSeconds:
                 lambda s: 0.0 if s.home is Boundary.DEVICE else self._input(Kind.RELOAD, s.start),
             )
         if self.streamed:
-            if layer < head - 1:
-                total += self._input(Kind.RELOAD, layer + 1, away)
+            total += self._input(Kind.RELOAD, layer + 1, away) + self._waiting(Kind.RELOAD, layer + 1)
             if layer:
                 # Recomputed inputs pass through the host: once for the next recomputation, once
                 # for their own backward pass; so does a segment's first input.
@@ -365,11 +375,21 @@ class _WindowSeconds:
                     ),
                 )
             return total
-        if not self.streamed or layer == 0 or window == head:
-            return Affine(self._input(Kind.OFFLOAD, head, away) if self.streamed and window == head else 0.0)
-        total = Affine(self._input(Kind.OFFLOAD, layer, away))
+        if not self.streamed or layer == 0:
+            return Affine()
+        total = self._input(Kind.OFFLOAD, layer, away) + self._waiting(Kind.OFFLOAD, layer)
+        if window == head:
+            return total
         return total + choices.ending(
             layer, lambda s: sum(self._input(Kind.OFFLOAD, i) for i in range(s.start + 1, s.end + 1))
+        )
+
+    def _waiting(self, kind: Kind, layer: int) -> Affine:
+        """Gradients of a layer's input that wait on the host only because a recomputation comes between."""
+        if layer < 2:
+            return Affine()
+        return self.choices.ending(
+            layer - 1, lambda s: self._input(kind, layer, self.staying) if s.start < s.end else 0.0
         )
 
     def spill(self, layer: int) -> Affine:

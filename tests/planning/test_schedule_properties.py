@@ -3,14 +3,23 @@
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazyjax.planning.critical import critical_path, exposed_seconds
 from lazyjax.planning.plan import Prediction
-from lazyjax.planning.schedule import build_schedule
-from lazyjax.planning.verify import VerificationError, check_buffers, check_order, verify
+from lazyjax.planning.schedule import Kind, build_schedule
+from lazyjax.planning.simulate import simulate
+from lazyjax.planning.verify import (
+    VerificationError,
+    check_buffers,
+    check_data_flow,
+    check_order,
+    verify,
+)
+from lazyjax.planning.windows import WindowModel, window_schedule
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
 from tests.planning.chains import random_plans
@@ -99,3 +108,68 @@ def test_checks_notice_broken_schedules():
         check_buffers(changed(frees=(*freeing.frees, freeing.frees[0])))
     with pytest.raises(VerificationError, match="waits for operation"):
         check_order(changed(waits=(freeing.index + 1,)))
+
+
+@FEW
+@given(SEEDS)
+def test_operations_that_do_not_wait_for_what_they_read_are_found(seed):
+    problem, plans = random_plans(seed)
+    schedule = build_schedule(plans[0], problem.sizes)
+    check_data_flow(schedule)
+    dependent = (Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD, Kind.OFFLOAD, Kind.GRADIENT_OUT)
+    dependent += (Kind.SPILL, Kind.LOAD, Kind.UPDATE, Kind.SPILL_STATE, Kind.LOAD_STATE, Kind.FETCH)
+    tried = {}
+    for operation in schedule.operations:
+        if operation.kind in dependent and operation.kind not in tried:
+            tried[operation.kind] = operation
+    for operation in tried.values():
+        careless = dataclasses.replace(operation, waits=(), waits_previous=())
+        operations = list(schedule.operations)
+        operations[operation.index] = careless
+        with pytest.raises(VerificationError, match="wait"):
+            check_data_flow(dataclasses.replace(schedule, operations=tuple(operations)))
+
+
+@FEW
+@given(SEEDS)
+def test_late_fetches_and_missing_updates_are_found(seed):
+    problem, plans = random_plans(seed)
+    schedule = build_schedule(plans[0], problem.sizes)
+    without = [o for o in schedule.operations if o.kind is not Kind.UPDATE or o.layer]
+    with pytest.raises(VerificationError):
+        check_data_flow(dataclasses.replace(schedule, operations=tuple(without)))
+    deeper = plans[0].model_copy(update={"prefetch": plans[0].prefetch + 1})
+    if plans[0].prefetch < len(plans[0].layers) - 1:
+        with pytest.raises(VerificationError, match="only after"):
+            check_data_flow(dataclasses.replace(schedule, plan=deeper))
+
+
+def test_both_granularities_do_the_same_work_in_nearly_the_same_time():
+    """The program's schedule is not derived from the executor's; every link must be as busy in both.
+
+    Layer by layer more may move: what turns around between the passes stays on the device.
+    """
+    ratios = []
+    for seed in range(40):
+        problem, plans = random_plans(seed)
+        model = WindowModel(problem)
+        for plan in plans:
+            schedule, seconds = window_schedule(model, model.choices.complete(model.choices.encode(plan)))
+            by_window = simulate(schedule, lambda operation, s=seconds: s[operation.index])
+            by_microbatch = simulate(build_schedule(plan, problem.sizes), problem.seconds)
+            for resource in Resource:
+                most = by_window.busy_seconds.get(resource, 0.0)
+                busy = by_microbatch.busy_seconds.get(resource, 0.0)
+                if resource in (Resource.COMPUTE, Resource.CPU):
+                    assert busy == pytest.approx(most, rel=1e-9)
+                    continue
+                assert busy <= most * (1 + 1e-9)
+                homes = {layer.boundary.value for layer in plan.layers}
+                homes |= {tier.value for layer in plan.layers for tier in layer.saved.values()}
+                if plan.handoff == "device" and homes == {"device"}:
+                    assert busy == pytest.approx(most, rel=1e-9)
+            ratios.append(by_microbatch.period_seconds / by_window.period_seconds)
+    assert min(ratios) >= 0.75
+    assert max(ratios) <= 1.15
+    assert abs(np.median(ratios) - 1) <= 0.01
+    assert np.mean(np.abs(np.array(ratios) - 1) <= 0.03) >= 0.5
