@@ -86,7 +86,12 @@ def plan_command(arguments: Sequence[str]) -> None:
     else:
         folder = None if options.no_cache else cache.default_folder()
         plan, found = solve_cached(
-            request, folder, time_limit_seconds=options.time_limit, console=console, offers=offers
+            request,
+            folder,
+            time_limit_seconds=options.time_limit,
+            relative_gap=options.gap / 100,
+            console=console,
+            offers=offers,
         )
         if found is None:
             console.print("[dim]solved before: from the cache[/dim]", highlight=False)
@@ -129,6 +134,7 @@ def solve_cached(
     folder: pathlib.Path | None,
     *,
     time_limit_seconds: float,
+    relative_gap: float = RELATIVE_GAP,
     console: Console | None = None,
     offers: Mapping[str, Request] | None = None,
 ) -> tuple[Plan, Found | None]:
@@ -137,6 +143,7 @@ def solve_cached(
     A cached plan that was not proven close to the best is solved again where there is more time.
 
     Args:
+        relative_gap: between period and proven bound at which the search ends.
         offers: what else could be asked, for the message where nothing fits.
 
     Raises:
@@ -148,7 +155,7 @@ def solve_cached(
         known = None
     if known is not None and known.prediction is not None:
         spent, gap = known.prediction.solve_seconds, known.prediction.gap
-        sure = gap is not None and gap <= RELATIVE_GAP
+        sure = gap is not None and gap <= relative_gap
         if sure or (spent is not None and time_limit_seconds <= 1.5 * spent):
             return known, None
 
@@ -160,6 +167,7 @@ def solve_cached(
     found = find_plan(
         request,
         time_limit_seconds=time_limit_seconds,
+        relative_gap=relative_gap,
         warm_starts=starts if known is None else [known, *starts],
         progress=show,
     )
@@ -291,6 +299,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plan", type=pathlib.Path, help="show this plan instead of solving")
     parser.add_argument("--explain", type=int, metavar="LAYER", help="why this layer is treated so")
     parser.add_argument("--time-limit", type=amount, default=20.0, help="seconds for the search")
+    percent = 100 * RELATIVE_GAP
+    parser.add_argument("--gap", type=amount, default=percent, help="percent from the best possible plan")
     parser.add_argument("--no-cache", action="store_true", help="solve even if the plan is known")
     parser.add_argument("--out", type=pathlib.Path, help="write the plan as JSON here")
     parser.add_argument("--png", type=pathlib.Path, help="write the simulated step as a picture")

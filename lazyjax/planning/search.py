@@ -27,7 +27,9 @@ from lazyjax.specs import Tier
 #: Reload distances worth replaying: further ahead hides a parameter slab on the same link.
 _RELOAD_AHEAD = (1, 2, 3, 4, 6)
 #: Gap between period and proven bound at which a search ends.
-RELATIVE_GAP = 0.005
+RELATIVE_GAP = 0.01
+#: A bound so much above the lowest: still finer microbatches are left out.
+_TOO_FINE = 1.02
 #: Settings, the most promising ones, that are descended on before any is branched on.
 _DESCENTS = 2
 #: Seconds for coming to a first plan, whatever the time limit.
@@ -37,7 +39,7 @@ _LEAST_SECONDS = 1.0
 #: Seconds for replaying neighbours of the plan found, whatever the time limit.
 _TUNE_SECONDS = 5.0
 #: Seconds for looking for a plan as fast that moves less.
-_TIDY_SECONDS = 2.0
+_TIDY_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +203,8 @@ def _relaxed_candidates(
         # What fits without the detour of activations through the host does not need it.
         detour = settings.handoff == "host" and request.handoff is None
         pointless = detour and any(math.isfinite(candidate.bound_seconds) for candidate in candidates)
-        if not everything and (pointless or _deeper_one_fits(settings, candidates)):
+        pointless = pointless or _deeper_one_fits(settings, candidates)
+        if not everything and (pointless or _coarser_one_is_better(settings, candidates)):
             continue
         program = Program(problem_of(request, settings), solver)
         candidate = _Candidate(settings, program, program.relax())
@@ -327,6 +330,14 @@ def tune(request: Request, plan: Plan, deadline: float = math.inf) -> Plan:
 def fits(request: Request, prediction: Prediction) -> bool:
     """Whether all peaks are within the capacities."""
     return all(prediction.peak_bytes[tier.value] <= request.capacity[tier] for tier in Tier)
+
+
+def _coarser_one_is_better(settings: Plan, candidates: Sequence[_Candidate]) -> bool:
+    """Whether fewer microbatches fit, and their bound already rises with their number."""
+    finite = [c for c in candidates if math.isfinite(c.bound_seconds)]
+    lowest = min((c.bound_seconds for c in finite), default=math.inf)
+    rising = [c.settings.microbatches for c in finite if c.bound_seconds > _TOO_FINE * lowest]
+    return any(count < settings.microbatches for count in rising)
 
 
 def _deeper_one_fits(settings: Plan, candidates: Sequence[_Candidate]) -> bool:
