@@ -39,6 +39,8 @@ from lazyjax.planning.verify import used_bytes
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
 
+#: Gap to which our plans are searched.
+_GAP = 0.005
 #: Bytes that a serial update touches per parameter: DeepSpeed-style AdamW on bf16 parameters with
 #: fp32 moments (2+2 parameter, 2 gradient, 8+8 moments), the copy of the new weights (2+2), and
 #: clipping, which reads every gradient for its norm, then reads and writes it to scale it (2, 2+2).
@@ -182,7 +184,8 @@ def planned(model: str, profile_name: str, rows: int) -> Plan | None:
     """Our plan on the calibrated machine, solved once; None where nothing fits."""
     request = calibrated(model, profile_name).request(rows)
     try:
-        return solve_cached(request, cache.default_folder(), time_limit_seconds=90.0)[0]
+        folder = cache.default_folder()
+        return solve_cached(request, folder, time_limit_seconds=90.0, relative_gap=_GAP)[0]
     except InfeasibleError:
         return None
 
@@ -349,7 +352,7 @@ def table1(folder: pathlib.Path) -> Sheet:
         machine.template, machine.profile, rows=72, sequence_length=published.SEQUENCE_LENGTH,
         device_bytes=int(published.TABLE_1_CAPACITY_GIB["device"] * gib), host_bytes=host, nvme_bytes=0,
     )  # fmt: skip
-    found = find_plan(request, time_limit_seconds=90.0)
+    found = find_plan(request, time_limit_seconds=90.0, relative_gap=_GAP)
     sheet = Sheet(
         "Table 1: where the 65 boundaries live (27B, H800, 72 rows)", ("home", "LazyTrain", "LazyJAX")
     )
@@ -472,12 +475,12 @@ def table6(folder: pathlib.Path) -> Sheet:
         theirs = lazytrain_host_bytes(spec.parameter_count, share) / gib
         ours = simulated_cell((static + state) / gib) if share == 1.0 else "-"
         sheet.add(name, f"{paper(published.TABLE_6[name])}, {simulated_cell(theirs)}", ours)
-    small = find_plan(request(int(360e9)), time_limit_seconds=30.0)
+    small = find_plan(request(int(360e9)), time_limit_seconds=30.0, relative_gap=_GAP)
     short = small.shortfall_bytes[Tier.HOST] if Tier.HOST in small.shortfall_bytes else 0
     verdict = f"infeasible, {short / 1e9:.1f} GB short (simulated)" if small.plan is None else "feasible"
     sheet.add("360 GB of host memory", "infeasible (paper)", verdict)
     roomy = request(2 * 2**40)
-    found = find_plan(roomy, time_limit_seconds=60.0)
+    found = find_plan(roomy, time_limit_seconds=60.0, relative_gap=_GAP)
     plan = found.plan
     assert plan is not None
     verification = verify_for(roomy, plan)
