@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float64
 
-from lazyjax.planning.window_memory import MemoryRow
+from lazyjax.planning.window_memory import MemoryRow, usable_bytes
 from lazyjax.planning.windows import WindowModel
 from lazyjax.timeline import Resource
 
@@ -53,7 +53,7 @@ class BatchReplay:
     def __init__(self, model: WindowModel, rows: Sequence[MemoryRow]) -> None:
         self.model = model
         size, operations = model.choices.size, model.operations
-        self._limits = np.array([float(model.problem.capacity[row.tier]) for row in rows])
+        self._limits = np.array([usable_bytes(model.problem.capacity[row.tier]) for row in rows])
         self._bytes = _matrix([row.bytes.terms for row in rows], size)
         self._bytes_constant = np.array([row.bytes.constant for row in rows])
         self._seconds = _matrix([operation.seconds.terms for operation in operations], size)

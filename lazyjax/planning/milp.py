@@ -29,7 +29,7 @@ from lazyjax.planning.plan import Plan
 from lazyjax.planning.problem import Affine, Problem
 from lazyjax.planning.rounding import Binaries, carry_round
 from lazyjax.planning.simulate import simulate
-from lazyjax.planning.window_memory import memory_rows
+from lazyjax.planning.window_memory import SOLVER_TOLERANCE, memory_rows, usable_bytes
 from lazyjax.planning.windows import WindowModel, window_schedule
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
@@ -37,8 +37,6 @@ from lazyjax.timeline import Resource
 _HIGHS_LIBRARY = "PMIP_HIGHS_LIBRARY"
 #: HiGHS keeps one pool of threads per process and refuses another number later.
 _THREADS = 2
-#: Twice the feasibility tolerance of the solvers.
-_TOLERANCE = 2e-7
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
@@ -208,8 +206,7 @@ class Program:
             if slack is None and (not row.bytes.terms or self._highest(row.bytes) <= capacity):
                 continue
             terms = self._terms(row.bytes, 1.0 / self.byte_unit)
-            # A solver may exceed a row by its tolerance; no plan may exceed the memory by a byte.
-            right = (capacity - max(0.0, _TOLERANCE * capacity - 0.5)) / self.byte_unit
+            right = usable_bytes(self.problem.capacity[row.tier]) / self.byte_unit
             if slack is not None:
                 terms[slack[row.tier]] = -1.0
             self._add(terms, row.bytes.constant / self.byte_unit - right, "<")
@@ -382,7 +379,7 @@ class Program:
             if short > 0:
                 # With so much more the row holds, tightened as it is.
                 needed = capacity + short
-                short = max(needed, math.ceil((needed - 0.5) / (1 - _TOLERANCE))) - capacity
+                short = max(needed, math.ceil((needed - 0.5) / (1 - SOLVER_TOLERANCE))) - capacity
             missing[tier] = short
         values = np.array([float(round(variable.x)) for variable in self.binaries])
         return values, {tier: value for tier, value in missing.items() if value > 1e-7 * self.byte_unit}

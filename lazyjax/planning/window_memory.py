@@ -30,12 +30,21 @@ from lazyjax.specs import Tier
 _STREAMED_INPUTS = 7
 
 
+#: Twice the feasibility tolerance of the solvers.
+SOLVER_TOLERANCE = 2e-7
+
+
 class MemoryRow(NamedTuple):
     """Bytes live on a tier at one moment."""
 
     tier: Tier
     label: str
     bytes: Affine
+
+
+def usable_bytes(capacity: int) -> float:
+    """What rows may fill: solvers exceed a row by their tolerance, no plan may exceed memory by a byte."""
+    return capacity - max(0.0, SOLVER_TOLERANCE * capacity - 0.5)
 
 
 def memory_rows(model: WindowModel) -> list[MemoryRow]:

@@ -13,7 +13,7 @@ from lazyjax.planning.descent import changes, descend, tidy
 from lazyjax.planning.milp import Program, window_period
 from lazyjax.planning.problem import Choices
 from lazyjax.planning.rounding import carry_round
-from lazyjax.planning.window_memory import memory_rows, peak_bytes
+from lazyjax.planning.window_memory import memory_rows, peak_bytes, usable_bytes
 from lazyjax.planning.windows import WindowModel
 from lazyjax.specs import Tier
 
@@ -125,3 +125,21 @@ def test_tidying_moves_less_in_the_same_time():
         assert replay.moved_seconds(after)[0] <= replay.moved_seconds(before)[0]
         less += bool(replay.moved_seconds(after)[0] < replay.moved_seconds(before)[0])
     assert less >= 3
+
+
+def test_descent_keeps_what_the_program_keeps_of_large_memories():
+    """An assignment that fits to the byte would break the program's rows by the solver's tolerance."""
+    assert usable_bytes(1000) == 1000
+    assert 10**11 - 30_000 < usable_bytes(10**11) < 10**11 - 10_000
+    problem = draw_roomy(np.random.default_rng(3), most_blocks=3)
+    model = WindowModel(problem)
+    rows = memory_rows(model)
+    values = model.choices.complete(all_plans(model, np.random.default_rng(3), most=1))
+    size = round(float(peak_bytes(rows, values)[Tier.HOST][0]))
+    large = dataclasses.replace(problem, static_host_bytes=10**11 - size, capacity={**problem.capacity})
+    for room, fits in ((10**11, False), (10**11 + 30_000, True)):
+        capacity = {**large.capacity, Tier.HOST: room}
+        tight = WindowModel(dataclasses.replace(large, capacity=capacity))
+        replay = BatchReplay(tight, memory_rows(tight))
+        excess = replay.excess(tight.choices.complete(values[:, : tight.choices.binaries]))
+        assert bool(excess[0] <= 0) is fits
