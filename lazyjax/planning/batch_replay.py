@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float64
 
 from lazyjax.planning.window_memory import MemoryRow, usable_bytes
 from lazyjax.planning.windows import WindowModel
+from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
 
 #: Relative difference of advances below which an assignment counts as settled.
@@ -56,6 +57,9 @@ class BatchReplay:
         self._limits = np.array([usable_bytes(model.problem.capacity[row.tier]) for row in rows])
         self._bytes = _matrix([row.bytes.terms for row in rows], size)
         self._bytes_constant = np.array([row.bytes.constant for row in rows])
+        on_device = np.array([row.tier is Tier.DEVICE for row in rows], float)
+        weights = on_device / np.maximum(self._limits, 1.0) / max(1.0, on_device.sum())
+        self._share, self._share_constant = self._bytes @ weights, self._bytes_constant @ weights
         self._seconds = _matrix([operation.seconds.terms for operation in operations], size)
         self._seconds_constant = np.array([operation.seconds.constant for operation in operations])
         moves = np.array([operation.resource not in _COMPUTING for operation in operations], float)
@@ -66,6 +70,10 @@ class BatchReplay:
         over = values @ self._bytes + self._bytes_constant - self._limits
         shares = np.maximum(over, 0.0) / np.maximum(self._limits, 1.0)
         return np.asarray(shares.max(axis=1, initial=0.0) + _SUM_WEIGHT * shares.sum(axis=1))
+
+    def device_share(self, values: Completed) -> PerAssignment:
+        """Share of the device's memory in use, mean over the memory rows."""
+        return np.asarray(values @ self._share + self._share_constant)
 
     def moved_seconds(self, values: Completed) -> PerAssignment:
         """Busy seconds of all links and drives in a step."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from lazyjax.planning.batch_replay import BatchReplay
+from lazyjax.planning.batch_replay import BatchReplay, Completed, PerAssignment
 from lazyjax.planning.problem import Choices, SaveChoice, SegmentChoice
 from lazyjax.planning.rounding import Binaries
 
@@ -79,6 +79,18 @@ def descend(replay: BatchReplay, values: Binaries, deadline: float) -> Binaries 
     return values if excess <= 0 else None
 
 
+def make_room(replay: BatchReplay, values: Binaries, deadline: float) -> Binaries:
+    """A plan as fast that needs less device memory, where links have time to spare.
+
+    Descent ends where no change gains time by itself; with the room made here another may.
+
+    Args:
+        values: an assignment that fits.
+        deadline: of `time.monotonic`; what was reached until then is returned.
+    """
+    return _lowered(replay, values, deadline, replay.device_share)
+
+
 def tidy(replay: BatchReplay, values: Binaries, deadline: float) -> Binaries:
     """A plan as fast that moves less: whatever waits elsewhere for no gain in time comes back.
 
@@ -86,16 +98,26 @@ def tidy(replay: BatchReplay, values: Binaries, deadline: float) -> Binaries:
         values: an assignment that fits.
         deadline: of `time.monotonic`; what was reached until then is returned.
     """
+    return _lowered(replay, values, deadline, replay.moved_seconds)
+
+
+def _lowered(
+    replay: BatchReplay,
+    values: Binaries,
+    deadline: float,
+    measure: Callable[[Completed], PerAssignment],
+) -> Binaries:
+    """Descent in `measure` that makes no plan slower."""
     choices = replay.model.choices
     start = choices.complete(values[None])
     replayed = replay.periods(start, steps=_STEPS_FROM_EMPTY)
     slowest = float(replayed.seconds[0]) * (1 + _SAME_PERIOD)
-    moved, end = float(replay.moved_seconds(start)[0]), replayed.end[:, 0]
+    level, end = float(measure(start)[0]), replayed.end[:, 0]
     while time.monotonic() < deadline:
         found = changes(choices, values)
         each = choices.complete(np.array([_changed(values, change) for change in found]))
-        less = moved - replay.moved_seconds(each)
-        useful = np.flatnonzero((less > _LEAST_GAIN * moved) & (replay.excess(each) <= 0))
+        less = level - measure(each)
+        useful = np.flatnonzero((less > _LEAST_GAIN * level) & (replay.excess(each) <= 0))
         if not len(useful):
             break
         seconds = replay.periods(each[useful], steps=_STEPS, before=end).seconds
@@ -107,8 +129,8 @@ def tidy(replay: BatchReplay, values: Binaries, deadline: float) -> Binaries:
         together = choices.complete(tried)
         replayed = replay.periods(together, steps=_STEPS, before=end)
         allowed = (replay.excess(together) <= 0) & (replayed.seconds <= slowest)
-        best = int(np.argmin(np.where(allowed, replay.moved_seconds(together), np.inf)))
-        values, moved = tried[best], float(replay.moved_seconds(together)[best])
+        best = int(np.argmin(np.where(allowed, measure(together), np.inf)))
+        values, level = tried[best], float(measure(together)[best])
     return values
 
 

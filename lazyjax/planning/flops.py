@@ -13,6 +13,7 @@ model family.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -104,7 +105,7 @@ class Node(NamedTuple):
     aliases: tuple[tuple[int, int], ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Graph:
     """A flattened program: nodes in execution order over numbered values of known size."""
 
@@ -133,7 +134,7 @@ class Graph:
     def work(self) -> Work:
         """Kernels after fusion."""
         kernels: Counter[Kernel] = Counter()
-        source, fused, materialised = self._fusion()
+        source, fused, materialised = self._fusion
         for node in self.nodes:
             for kernel, count in node.inner:
                 kernels[kernel] += count
@@ -160,7 +161,7 @@ class Graph:
 
     def peak_bytes(self) -> int:
         """Most bytes of materialised values at once, without the program's inputs and outputs."""
-        source, fused, materialised = self._fusion()
+        source, fused, materialised = self._fusion
         last_use: dict[int, int] = {}
         for position, node in enumerate(self.nodes):
             if node.primitive in _STANDALONE:
@@ -193,6 +194,7 @@ class Graph:
             live += sum(self.sizes[value] for value in born if value in last_use and value in inherited)
         return peak
 
+    @functools.cached_property
     def _fusion(self) -> tuple[dict[int, int], dict[int, frozenset[int]], set[int]]:
         """Per value: what it is a view of, and which materialised values its kernel reads."""
         source: dict[int, int] = {value: value for value in self.inputs}

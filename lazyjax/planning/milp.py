@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from lazyjax.planning.batch_replay import BatchReplay
-from lazyjax.planning.descent import descend, tidy
+from lazyjax.planning.descent import descend, make_room, tidy
 from lazyjax.planning.plan import Plan
 from lazyjax.planning.problem import Affine, Problem
 from lazyjax.planning.rounding import Binaries, carry_round
@@ -37,6 +37,12 @@ from lazyjax.timeline import Resource
 _HIGHS_LIBRARY = "PMIP_HIGHS_LIBRARY"
 #: HiGHS keeps one pool of threads per process and refuses another number later.
 _THREADS = 2
+#: Units of time in a rough period. Solvers drop durations of less than about 1e-6 units, and are slow
+#: where units are much smaller than what they decide about; the exact number is for fixed decisions.
+_TIME_UNITS, _EXACT_TIME_UNITS = 4e2, 4e6
+#: Relative gain for which descent is worth another round.
+_LEAST_GAIN = 1e-4
+
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
@@ -93,7 +99,7 @@ def solve(
     start, bound = None, program.relax()
     if bound < math.inf:
         starts = [] if warm_start is None else [program.model.choices.encode(warm_start)]
-        start = program.descend(starts, deadline)
+        start = program.descend(starts, deadline, bound / (1 - relative_gap))
         start, bound = program.branch(
             start, cutoff_seconds=cutoff_seconds, deadline=deadline, relative_gap=relative_gap
         )
@@ -133,21 +139,30 @@ def window_period(model: WindowModel, binaries: Binaries) -> float:
 class Program:
     """The program of one problem: relaxed for a bound, descended from for a plan, branched for both.
 
-    Times are in units of a rough period and bytes in units of the smallest memory, so that the
+    Times are in small parts of a rough period and bytes in units of the smallest memory, so that the
     solver's tolerances mean the same for every model.
 
     Args:
         solver: `CBC` or `HIGHS`; the preferred one by default.
         timed: whether there are start times; without them only memory is asked for.
+        time_units: units of time in a rough period.
     """
 
-    def __init__(self, problem: Problem, solver: str | None = None, *, timed: bool = True) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        solver: str | None = None,
+        *,
+        timed: bool = True,
+        time_units: float = _TIME_UNITS,
+    ) -> None:
         self.mip = _import_mip()
         self.problem = problem
         self.model = WindowModel(problem)
         self.rows = memory_rows(self.model)
         self.replay = BatchReplay(self.model, self.rows)
-        self.program = self.mip.Model(solver_name=solver or solvers()[0])
+        self.solver = solver or solvers()[0]
+        self.program = self.mip.Model(solver_name=self.solver)
         self.program.verbose = 0
         self.program.threads = _THREADS
         self.byte_unit = float(min([size for size in problem.capacity.values() if size], default=1))
@@ -157,7 +172,7 @@ class Program:
         self.relaxed: Binaries | None = None
         if timed:
             self._limit_memory()
-            self._time()
+            self._time(time_units)
 
     def _decide(self) -> None:
         choices = self.model.choices
@@ -217,11 +232,11 @@ class Program:
             -self._highest(row.bytes * -1.0) > self.problem.capacity[row.tier] for row in self.rows
         )
 
-    def _time(self) -> None:
+    def _time(self, time_units: float) -> None:
         model = self.model
         rough = sum(max(0.0, operation.seconds.constant) for operation in model.operations)
         rough += sum(max((0.0, *operation.seconds.terms.values())) for operation in model.operations)
-        self.time_unit = max(rough, 1e-12) / 4
+        self.time_unit = max(rough, 1e-12) / time_units
         self.period = self.program.add_var(lb=0.0)
         self.start = [self.program.add_var(lb=0.0) for _ in model.operations]
         # No plan worth having takes longer than everything after everything.
@@ -278,11 +293,14 @@ class Program:
                     self.relaxed = np.array([variable.x for variable in self.binaries])
         return self.bound
 
-    def descend(self, starts: Sequence[Binaries], deadline: float) -> Binaries | None:
+    def descend(
+        self, starts: Sequence[Binaries], deadline: float, enough_seconds: float = 0.0
+    ) -> Binaries | None:
         """A good assignment, by descent from the rounded relaxation or from the best of `starts`.
 
         Args:
             deadline: of `time.monotonic`.
+            enough_seconds: a period that is short enough.
         """
         found = None
         if self.relaxed is not None:
@@ -296,7 +314,18 @@ class Program:
         if start is not None and period < best:
             better = descend(self.replay, fitting[start], deadline)
             found = fitting[start] if better is None else better
-        return found
+        return None if found is None else self._improved(found, deadline, enough_seconds)
+
+    def _improved(self, values: Binaries, deadline: float, enough_seconds: float) -> Binaries:
+        """Descent again and again with room made for it, until that gains nothing."""
+        period = window_period(self.model, values)
+        while period > enough_seconds and time.monotonic() < deadline:
+            roomier = make_room(self.replay, values, deadline)
+            again = descend(self.replay, roomier, deadline)
+            if again is None or window_period(self.model, again) > period * (1 - _LEAST_GAIN):
+                break
+            values, period = again, window_period(self.model, again)
+        return values
 
     def tidy(self, values: Binaries, deadline: float) -> Binaries:
         """An assignment as fast that moves less."""
@@ -347,17 +376,15 @@ class Program:
         return start, max(bound, min(proven, cutoff_seconds))
 
     def objective(self, values: Binaries) -> float:
-        """Seconds that the program gives an assignment; a replay must give the same."""
-        for variable, value in zip(self.binaries, values, strict=True):
+        """Seconds that the program gives an assignment; a replay must give the same.
+
+        Asked of the same rows in finer units of time, so that no duration is too short to count.
+        Infinite where the solver gives up.
+        """
+        exact = Program(self.problem, self.solver, time_units=_EXACT_TIME_UNITS)
+        for variable, value in zip(exact.binaries, values, strict=True):
             variable.lb = variable.ub = float(value)
-        with _quiet():
-            status = self.program.optimize(relax=True)
-        objective = math.inf
-        if status == self.mip.OptimizationStatus.OPTIMAL:
-            objective = float(self.program.objective_value) * self.time_unit
-        for variable in self.binaries:
-            variable.lb, variable.ub = 0.0, 1.0
-        return objective
+        return exact.relax()
 
     def leanest(self, time_limit_seconds: float) -> tuple[Binaries | None, dict[Tier, int]]:
         """The assignment that lacks the fewest bytes, as shares of each capacity, and what it lacks."""

@@ -9,8 +9,9 @@ knows no solver and no model family.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +67,8 @@ class Problem:
         working_bytes: see `WorkingBytes`.
         longest_segment: most layers that share one kept boundary.
         nvme_boundaries, nvme_states, residents: whether these decisions are open.
+        kinds: name per layer; layers of one name have the same sizes, save options and seconds. By
+            default no two layers have.
     """
 
     settings: Plan
@@ -79,6 +82,18 @@ class Problem:
     nvme_boundaries: bool = False
     nvme_states: bool = False
     residents: bool = True
+    kinds: tuple[str, ...] | None = None
+
+    @functools.cached_property
+    def _first_alike(self) -> tuple[int, ...]:
+        """Per layer the first one of its kind, for which everything is worked out once."""
+        if self.kinds is None:
+            return tuple(range(len(self.sizes.layers)))
+        return tuple(self.kinds.index(kind) for kind in self.kinds)
+
+    @functools.cached_property
+    def _known(self) -> dict[Hashable, float]:
+        return {}
 
     @property
     def head(self) -> int:
@@ -92,12 +107,23 @@ class Problem:
 
     def saved_bytes(self, layer: int, option: int, *tiers: Tier) -> int:
         """Bytes that one microbatch keeps on `tiers` under a save option."""
-        residual_bytes = self.sizes.layers[layer].residual_bytes
-        kept = self.saves[layer][option].items()
-        return sum(residual_bytes[name] for name, tier in kept if tier in tiers)
+        layer = self._first_alike[layer]
+        key = layer, option, tiers
+        if key not in self._known:
+            residual_bytes = self.sizes.layers[layer].residual_bytes
+            kept = self.saves[layer][option].items()
+            self._known[key] = sum(residual_bytes[name] for name, tier in kept if tier in tiers)
+        return int(self._known[key])
 
     def compute_seconds(self, kind: Kind, layer: int, option: int = 0) -> float:
         """Seconds for all microbatches of one window, the last of which emits the gradient."""
+        layer = self._first_alike[layer]
+        key = kind, layer, option
+        if key not in self._known:
+            self._known[key] = self._window_seconds(kind, layer, option)
+        return self._known[key]
+
+    def _window_seconds(self, kind: Kind, layer: int, option: int) -> float:
         count = self.microbatches
         saved = tuple(sorted(self.saves[layer][option]))
         tied_table = layer == 0 and kind is Kind.BACKWARD and self.sizes.tied

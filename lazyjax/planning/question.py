@@ -159,6 +159,7 @@ def problem_of(request: Request, settings: Plan) -> Problem:
         longest_segment=LONGEST_SEGMENT,
         nvme_boundaries=nvme,
         nvme_states=nvme and any(layer.state_bytes for layer in sizes.layers),
+        kinds=tuple(layer.kind for layer in request.spec.layers),
     )
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from lazyjax.planning.feasibility import nearest_miss
 from lazyjax.planning.milp import Program, leanest_plan, window_period
@@ -29,7 +30,7 @@ _RELOAD_AHEAD = (1, 2, 3, 4, 6)
 #: Gap between period and proven bound at which a search ends.
 RELATIVE_GAP = 0.01
 #: A bound so much above the lowest: still finer microbatches are left out.
-_TOO_FINE = 1.02
+_TOO_FINE = 1.0 + RELATIVE_GAP
 #: Settings, the most promising ones, that are descended on before any is branched on.
 _DESCENTS = 2
 #: Seconds for coming to a first plan, whatever the time limit.
@@ -167,6 +168,28 @@ def find_plan(
         warm_starts: plans to start from, where they are within a problem's decisions.
         progress: gets one line per setting.
     """
+    with _frozen_heap():
+        return _find_plan(request, time_limit_seconds, relative_gap, warm_starts, solver, progress)
+
+
+@contextlib.contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """Spares the garbage collector what is there already (JAX above all): a third of a search's time."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _find_plan(
+    request: Request,
+    time_limit_seconds: float,
+    relative_gap: float,
+    warm_starts: Sequence[Plan],
+    solver: str | None,
+    progress: Callable[[str], None],
+) -> Found:
     begun = time.monotonic()
     deadline = begun + time_limit_seconds
     search = _Search(relative_gap)
@@ -224,11 +247,12 @@ def _descend(
 ) -> None:
     """Descent on the most promising candidates; on more of them while there is no plan."""
     for rank, candidate in enumerate(candidates):
-        enough = search.best is not None and (rank >= _DESCENTS or time.monotonic() >= deadline)
-        if enough or candidate.bound_seconds >= search.target_seconds:
+        over = search.best is not None and (rank >= _DESCENTS or time.monotonic() >= deadline)
+        if over or candidate.bound_seconds >= search.target_seconds:
             break
         starts = search.starts(candidate, warm_starts)
-        values = candidate.program.descend(starts, search.deadline(deadline))
+        enough = search.bound_seconds / (1 - search.relative_gap)
+        values = candidate.program.descend(starts, search.deadline(deadline), enough)
         if values is not None:
             search.offer(candidate, values)
             progress(f"{_name(candidate.settings)}: {candidate.period_seconds:.3f} s")

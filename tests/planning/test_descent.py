@@ -1,18 +1,22 @@
 """Rounding keeps running sums; descent only ever goes down, and ends near the best plan there is."""
 
 import dataclasses
+import math
 import time
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.benchmarks.planner_exactness import all_plans, best_by_force, draw_roomy, random_problem
 from lazyjax.planning.batch_replay import BatchReplay
-from lazyjax.planning.descent import changes, descend, tidy
+from lazyjax.planning.descent import changes, descend, make_room, tidy
 from lazyjax.planning.milp import Program, window_period
-from lazyjax.planning.problem import Choices
+from lazyjax.planning.plan import LayerPlan, Plan
+from lazyjax.planning.problem import Choices, Problem
 from lazyjax.planning.rounding import carry_round
+from lazyjax.planning.schedule import COMPUTE_KINDS, Kind, LayerSizes, ModelSizes
 from lazyjax.planning.window_memory import memory_rows, peak_bytes, usable_bytes
 from lazyjax.planning.windows import WindowModel
 from lazyjax.specs import Tier
@@ -108,7 +112,10 @@ def test_descent_brings_memory_within_capacity():
     assert found >= 9
 
 
-def test_tidying_moves_less_in_the_same_time():
+@pytest.mark.parametrize(
+    ("lower", "measure"), [(tidy, BatchReplay.moved_seconds), (make_room, BatchReplay.device_share)]
+)
+def test_plans_are_tidied_and_room_is_made_in_the_same_time(lower, measure):
     less = 0
     for seed in range(12):
         problem = random_problem(seed, most_blocks=5, most_plans=None)
@@ -118,13 +125,56 @@ def test_tidying_moves_less_in_the_same_time():
         fitting = plans[replay.excess(model.choices.complete(plans)) <= 0]
         if not len(fitting):
             continue
-        tidied = tidy(replay, fitting[0], time.monotonic() + 20)
-        before, after = (model.choices.complete(values[None]) for values in (fitting[0], tidied))
+        lowered = lower(replay, fitting[0], time.monotonic() + 20)
+        before, after = (model.choices.complete(values[None]) for values in (fitting[0], lowered))
         assert replay.excess(after)[0] == 0
-        assert window_period(model, tidied) <= window_period(model, fitting[0]) * (1 + 1e-6)
-        assert replay.moved_seconds(after)[0] <= replay.moved_seconds(before)[0]
-        less += bool(replay.moved_seconds(after)[0] < replay.moved_seconds(before)[0])
+        assert window_period(model, lowered) <= window_period(model, fitting[0]) * (1 + 1e-6)
+        assert measure(replay, after)[0] <= measure(replay, before)[0]
+        less += bool(measure(replay, after)[0] < measure(replay, before)[0])
     assert less >= 3
+
+
+def test_room_that_was_made_lets_descent_go_on():
+    """The device is full of boundaries: offloading one gains nothing, keeping residuals does not fit."""
+    block = LayerSizes(
+        parameter_bytes=5, accumulator_bytes=10, gradient_bytes=5, input_bytes=10, residual_bytes={"a": 10}
+    )
+    ends = dataclasses.replace(block, residual_bytes={})
+    sizes = ModelSizes((dataclasses.replace(ends, input_bytes=0), *[block] * 8, ends), 1, tied=False)
+    plan = Plan(
+        model="chain", planner="none", rows=1, sequence_length=1, microbatches=1, prefetch=2,
+        backward_prefetch=2, layers=tuple(LayerPlan() for _ in sizes.layers),
+    )  # fmt: skip
+
+    def seconds(operation):
+        if operation.kind in COMPUTE_KINDS:
+            return 3.0 if operation.kind is Kind.BACKWARD and not operation.saved else 2.0
+        return 0.05 * operation.bytes
+
+    options = tuple(({}, {"a": Tier.DEVICE}) if layer.residual_bytes else ({},) for layer in sizes.layers)
+    roomy = Problem(
+        plan, sizes, seconds, options, dict.fromkeys(Tier, 10**6), longest_segment=1, residents=False
+    )
+    model = WindowModel(roomy)
+    start = model.choices.encode(plan)
+    needed = peak_bytes(memory_rows(model), model.choices.complete(start[None]))[Tier.DEVICE]
+    capacity = {**roomy.capacity, Tier.DEVICE: int(needed[0])}
+    program = Program(dataclasses.replace(roomy, capacity=capacity))
+    period = window_period(program.model, start)
+    assert window_period(program.model, descend(program.replay, start, math.inf)) == period
+    again = program.descend([start], math.inf)
+    assert window_period(program.model, again) <= period - 2
+    assert window_period(program.model, program.descend([start], math.inf, enough_seconds=period)) == period
+
+
+def test_the_devices_share_is_the_mean_of_its_memory_rows():
+    problem = random_problem(7, most_blocks=4, most_plans=None)
+    model = WindowModel(problem)
+    rows = memory_rows(model)
+    values = model.choices.complete(all_plans(model, np.random.default_rng(0), most=3))
+    device = [row.bytes.value(values) for row in rows if row.tier is Tier.DEVICE]
+    expected = np.mean(device, axis=0) / usable_bytes(problem.capacity[Tier.DEVICE])
+    np.testing.assert_allclose(BatchReplay(model, rows).device_share(values), expected)
 
 
 def test_descent_keeps_what_the_program_keeps_of_large_memories():

@@ -15,7 +15,7 @@ from experiments.benchmarks.planner_exactness import (
 from lazyjax.planning.batch_replay import BatchReplay
 from lazyjax.planning.milp import Program, memory_shortfall, solve, solvers, window_period
 from lazyjax.planning.plan import PlanError
-from lazyjax.planning.schedule import build_schedule
+from lazyjax.planning.schedule import Kind, build_schedule
 from lazyjax.planning.verify import state_bytes_per_tier
 from lazyjax.planning.window_memory import memory_rows, peak_bytes
 from lazyjax.planning.windows import WindowModel
@@ -50,6 +50,24 @@ def test_objective_is_the_replayed_period_and_peaks_keep_within_capacity(first):
         for tier in Tier:
             assert peak[tier] + static[tier] <= problem.capacity[tier]
     assert solved >= 4
+
+
+@pytest.mark.parametrize("solver", ["CBC", "HIGHS"])
+def test_short_durations_count_beside_long_ones(solver):
+    """Solvers drop what is shorter than their tolerance; a plan is not refused for that."""
+    if solver not in solvers():
+        pytest.skip("no HiGHS library that Python-MIP can load")
+    for seed in range(1100, 1120):
+        problem = random_problem(seed, most_blocks=4, most_plans=None)
+
+        def seconds(operation, problem=problem):
+            return problem.seconds(operation) * (1.0 if operation.kind is Kind.LOSS else 1e-7)
+
+        program = Program(dataclasses.replace(problem, seconds=seconds), solver)
+        for values in all_plans(program.model, np.random.default_rng(seed), most=2):
+            if program.replay.excess(program.model.choices.complete(values[None]))[0] <= 0:
+                period = window_period(program.model, values)
+                assert program.objective(values) == pytest.approx(period, rel=1e-9)
 
 
 def test_memory_rows_bound_the_schedules_own_count():

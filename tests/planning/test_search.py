@@ -5,6 +5,7 @@ import io
 import json
 import re
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -17,10 +18,12 @@ from lazyjax.planning.command import InfeasibleError, baseline_lines, solve_cach
 from lazyjax.planning.feasibility import feasible, largest_batch
 from lazyjax.planning.milp import memory_shortfall
 from lazyjax.planning.plan import PlanError, load_plan
-from lazyjax.planning.question import divisors, lean_problem, microbatch_counts, settings_of
+from lazyjax.planning.question import divisors, lean_problem, microbatch_counts, problem_of, settings_of
 from lazyjax.planning.report import comparison, explain, plan_report
 from lazyjax.planning.request import build_request, request_key
 from lazyjax.planning.search import find_plan, predict
+from lazyjax.planning.window_memory import memory_rows
+from lazyjax.planning.windows import WindowModel
 from lazyjax.specs import Tier
 from tests.tiny import template
 
@@ -122,6 +125,23 @@ def test_largest_batch_fits_and_one_more_does_not(request_):
 def test_counts_of_microbatches():
     assert divisors(12) == (1, 2, 3, 4, 6, 12)
     assert microbatch_counts(72) == (1, 2, 3, 6, 9, 18, 36, 72)
+
+
+def test_what_is_shared_between_layers_of_one_kind_is_right_for_each():
+    model = template("qwen3_5", tied=False, blocks=6)
+    assert len({layer.kind for layer in model.spec.layers}) == 4
+    request = build_request(
+        model, load_profile("rtx3090"), rows=ROWS, sequence_length=TOKENS, nvme_bytes=10**9
+    )
+    problem = problem_of(request, settings_of(request)[0])
+    assert problem.kinds is not None
+    shared, own = (WindowModel(p) for p in (problem, dataclasses.replace(problem, kinds=None)))
+    values = np.random.default_rng(0).random((3, shared.choices.size))
+    np.testing.assert_allclose(shared.durations(values), own.durations(values), rtol=1e-12)
+    for mine, its in zip(memory_rows(shared), memory_rows(own), strict=True):
+        assert (mine.tier, mine.bytes.constant, mine.bytes.terms) == (
+            its.tier, its.bytes.constant, its.bytes.terms
+        )  # fmt: skip
 
 
 def test_command_writes_a_plan_a_picture_and_a_trace(tmp_path, capsys):
