@@ -1,7 +1,8 @@
 """Settings of every test run; they must stand before JAX or lazyjax is imported.
 
-Four virtual CPU devices serve the sharding tests (everything else uses the first one), annotations
-are checked at run time, and hypothesis draws the same examples every time.
+Four virtual CPU devices serve the sharding tests (everything else uses the first one), machine code
+is compiled without LLVM's optimizations, annotations are checked at run time, and hypothesis draws the
+same examples every time.
 """
 
 import gc
@@ -9,9 +10,14 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-_FLAG = "--xla_force_host_platform_device_count=4"
-if _FLAG not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
+# Tests compile hundreds of kernels and run each a few times: LLVM's optimizations would take half of the
+# whole time. Runs and benchmarks keep XLA's default.
+for _flag, _value in (
+    ("--xla_force_host_platform_device_count", "4"),
+    ("--xla_backend_optimization_level", "0"),
+):
+    if _flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}={_value}".strip()
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
