@@ -36,40 +36,44 @@ class ChunkTable:
 @functools.lru_cache(maxsize=1024)
 def coded_chunks(layout: SlabLayout, min_8bit_size: int, eight_bit_fraction: float) -> ChunkTable:
     """Chunks for 8-bit state; see `lazyjax.optim.hybrid8bit.eight_bit_blocks` for what is coded."""
-    records: list[tuple[int, int, int, int, int]] = []
+    parts: list[np.ndarray] = []
     filled = {True: 0, False: 0}
     for segment in layout.segments:
         padded = -(-segment.elements // BLOCK_ELEMENTS) * BLOCK_ELEMENTS
         blocks = eight_bit_blocks(segment.elements, BLOCK_ELEMENTS, min_8bit_size, eight_bit_fraction)
         border = segment.offset + blocks * BLOCK_ELEMENTS
-        parts = ((segment.offset, border, True), (border, segment.offset + padded, False))
-        for begin, end, coded in parts:
-            records += _cut(begin, end, filled[coded], segment.decay, coded)
+        for begin, end, coded in (
+            (segment.offset, border, True),
+            (border, segment.offset + padded, False),
+        ):
+            parts.append(_cut(begin, end, filled[coded], segment.decay, coded))
             filled[coded] += end - begin
-    return _table(records, filled[True], filled[False])
+    return _table(parts, filled[True], filled[False])
 
 
 @functools.lru_cache(maxsize=1024)
 def fp32_chunks(layout: SlabLayout) -> ChunkTable:
     """Chunks for state that has the slab's own positions."""
-    records: list[tuple[int, int, int, int, int]] = []
+    parts: list[np.ndarray] = []
     for segment in layout.segments:
         padded = -(-segment.elements // BLOCK_ELEMENTS) * BLOCK_ELEMENTS
         end = segment.offset + padded
-        records += _cut(segment.offset, end, segment.offset, segment.decay, False)
-    return _table(records, 0, layout.length)
+        parts.append(_cut(segment.offset, end, segment.offset, segment.decay, False))
+    return _table(parts, 0, layout.length)
 
 
-def _cut(
-    begin: int, end: int, state_offset: int, decay: bool, coded: bool
-) -> list[tuple[int, int, int, int, int]]:
-    return [
-        (at, min(CHUNK_ELEMENTS, end - at), state_offset + at - begin, int(decay), int(coded))
-        for at in range(begin, end, CHUNK_ELEMENTS)
-    ]
+def _cut(begin: int, end: int, state_offset: int, decay: bool, coded: bool) -> np.ndarray:
+    first = np.arange(begin, end, CHUNK_ELEMENTS)
+    chunks = np.empty(len(first), CHUNK_DTYPE)
+    chunks["begin"] = first
+    chunks["length"] = np.minimum(CHUNK_ELEMENTS, end - first)
+    chunks["state_offset"] = state_offset + first - begin
+    chunks["decay"] = decay
+    chunks["eight_bit"] = coded
+    return chunks
 
 
-def _table(records: list[tuple[int, int, int, int, int]], coded: int, fp32: int) -> ChunkTable:
-    chunks = np.array(records, dtype=CHUNK_DTYPE)
+def _table(parts: list[np.ndarray], coded: int, fp32: int) -> ChunkTable:
+    chunks = np.concatenate([np.empty(0, CHUNK_DTYPE), *parts], dtype=CHUNK_DTYPE)
     chunks.setflags(write=False)
     return ChunkTable(chunks, coded, fp32)

@@ -195,7 +195,7 @@ class Graph:
         return peak
 
     @functools.cached_property
-    def _fusion(self) -> tuple[dict[int, int], dict[int, frozenset[int]], set[int]]:
+    def _fusion(self) -> tuple[dict[int, int], dict[int, set[int]], set[int]]:
         """Per value: what it is a view of, and which materialised values its kernel reads."""
         source: dict[int, int] = {value: value for value in self.inputs}
         for node in self.nodes:
@@ -209,16 +209,15 @@ class Graph:
                 materialised.update(source[value] for value in node.inputs)
             elif node.primitive.startswith(_ROOTS_PREFIX):
                 materialised.update(node.outputs)
-        fused: dict[int, frozenset[int]] = {value: frozenset((value,)) for value in self.inputs}
+        fused: dict[int, set[int]] = {value: {value} for value in self.inputs}
         for node in self.nodes:
-            reads = frozenset().union(
-                *(
-                    frozenset((source[value],)) if source[value] in materialised else fused[value]
-                    for value in node.inputs
-                )
-            )
-            for value in node.outputs:
-                fused[value] = reads
+            reads: set[int] = set()
+            for value in node.inputs:
+                if source[value] in materialised:
+                    reads.add(source[value])
+                else:
+                    reads |= fused[value]
+            fused.update(dict.fromkeys(node.outputs, reads))
         return source, fused, materialised
 
 
