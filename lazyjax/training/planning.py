@@ -297,8 +297,18 @@ class Replanner:
         self._after, self._time_limit_seconds = after_steps, time_limit_seconds
         self._timed: list[TimedStep] = []
 
-    def after_step(self, step: int, executor: SwappableExecutor, padded_tokens: int) -> Replan | None:
-        """To be called after every step; answers at the one that was asked for."""
+    def after_step(
+        self,
+        step: int,
+        executor: SwappableExecutor,
+        padded_tokens: int,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> Replan | None:
+        """To be called after every step; answers at the one that was asked for.
+
+        Args:
+            say: told that it plans, and why there is no answer.
+        """
         if not self._after - _TIMED_STEPS < step <= self._after:
             return None
         share = padded_tokens / (executor.plan.rows * executor.plan.sequence_length)
@@ -306,7 +316,17 @@ class Replanner:
         if step < self._after:
             return None
         costs = measured_costs(self._costs, executor.schedule, self._timed)
-        return replan(self._request, costs, executor, step=step, time_limit_seconds=self._time_limit_seconds)
+        limit = self._time_limit_seconds
+        say(f"planning again after step {step} from measured times, for about {limit:g} s at most")
+        try:
+            outcome = replan(self._request, costs, executor, step=step, time_limit_seconds=limit)
+        except VerificationError as error:
+            # The running plan was verified; a run does not end for want of a better one.
+            say(f"planning again failed ({error}); the plan stays")
+            return None
+        if outcome is None:
+            say("planning again found no plan that fits; the plan stays")
+        return outcome
 
 
 class TimedStep(NamedTuple):

@@ -273,8 +273,12 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         nvme_folder=config.plan.nvme_folder,
     )
 
+    display = Display(console, steps=course.steps, log_every=config.training.log_every)
+
     def after_step(step: int, result: StepResult) -> Replan | None:
-        return None if replanner is None else replanner.after_step(step, executor, result.padded_tokens)
+        if replanner is None:
+            return None
+        return replanner.after_step(step, executor, result.padded_tokens, display.say)
 
     trainer = Trainer(
         executor,
@@ -283,7 +287,7 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         course,
         parameter_count=spec.parameter_count,
         folder=folder,
-        display=Display(console, steps=course.steps, log_every=config.training.log_every),
+        display=display,
         facts=_facts(config, spec, plan, devices[0]),
         after_step=after_step,
     )

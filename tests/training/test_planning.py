@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from lazyjax.planning.costs import Costs, MeasuredKey, measured_key
 from lazyjax.planning.plan import load_plan
 from lazyjax.planning.request import build_request
 from lazyjax.planning.schedule import COMPUTE_KINDS, Kind, Operation
+from lazyjax.planning.search import Found
 from lazyjax.planning.simulate import simulate
 from lazyjax.planning.verify import VerificationError
 from lazyjax.timeline import Resource
@@ -146,6 +148,24 @@ def test_the_replanner_answers_once_at_its_step() -> None:
     assert [answer is not None for answer in answers] == [False, True, False, False]
     assert answers[1] is not None
     assert answers[1].running_seconds > 0
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_run_goes_on_where_planning_again_fails_or_finds_nothing(fails, monkeypatch) -> None:
+    def no_plan(request, **keywords):
+        if fails:
+            raise VerificationError("operation 1 waits for operation 2")
+        return Found(None, (), math.inf, 0.0, {}, 0.0)
+
+    monkeypatch.setattr(planning, "find_plan", no_plan)
+    replanner, said = Replanner(REQUEST, profile_costs(), after_steps=1), list[str]()
+    with running() as executor:
+        result = executor.train_step(reference.random_batch(1, ROWS, TOKENS, tiny.VOCABULARY), RATE)
+        assert replanner.after_step(1, executor, result.padded_tokens, said.append) is None
+        assert executor.plan == START
+    assert "planning again after step 1" in said[0]
+    assert ("operation 1 waits" in said[1]) == fails
+    assert said[1].endswith("the plan stays")
 
 
 @pytest.fixture
