@@ -129,8 +129,9 @@ def _lowered(
         together = choices.complete(tried)
         replayed = replay.periods(together, steps=_STEPS, before=end)
         allowed = (replay.excess(together) <= 0) & (replayed.seconds <= slowest)
-        best = int(np.argmin(np.where(allowed, measure(together), np.inf)))
-        values, level = tried[best], float(measure(together)[best])
+        levels = measure(together)
+        best = int(np.argmin(np.where(allowed, levels, np.inf)))
+        values, level = tried[best], float(levels[best])
     return values
 
 

@@ -322,9 +322,10 @@ class Program:
         while period > enough_seconds and time.monotonic() < deadline:
             roomier = make_room(self.replay, values, deadline)
             again = descend(self.replay, roomier, deadline)
-            if again is None or window_period(self.model, again) > period * (1 - _LEAST_GAIN):
+            shorter = math.inf if again is None else window_period(self.model, again)
+            if again is None or shorter > period * (1 - _LEAST_GAIN):
                 break
-            values, period = again, window_period(self.model, again)
+            values, period = again, shorter
         return values
 
     def tidy(self, values: Binaries, deadline: float) -> Binaries:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +67,7 @@ class Problem:
         working_bytes: see `WorkingBytes`.
         longest_segment: most layers that share one kept boundary.
         nvme_boundaries, nvme_states, residents: whether these decisions are open.
-        kinds: name per layer; layers of one name have the same sizes, save options and seconds. By
+        kinds: name per layer; layers of one name have the same save options and compute seconds. By
             default no two layers have.
     """
 
@@ -86,13 +86,13 @@ class Problem:
 
     @functools.cached_property
     def _first_alike(self) -> tuple[int, ...]:
-        """Per layer the first one of its kind, for which everything is worked out once."""
+        """Per layer the first one of its kind, whose compute times are worked out for all of them."""
         if self.kinds is None:
             return tuple(range(len(self.sizes.layers)))
         return tuple(self.kinds.index(kind) for kind in self.kinds)
 
     @functools.cached_property
-    def _known(self) -> dict[Hashable, float]:
+    def _known(self) -> dict[tuple[Kind, int, int], float]:
         return {}
 
     @property
@@ -107,13 +107,9 @@ class Problem:
 
     def saved_bytes(self, layer: int, option: int, *tiers: Tier) -> int:
         """Bytes that one microbatch keeps on `tiers` under a save option."""
-        layer = self._first_alike[layer]
-        key = layer, option, tiers
-        if key not in self._known:
-            residual_bytes = self.sizes.layers[layer].residual_bytes
-            kept = self.saves[layer][option].items()
-            self._known[key] = sum(residual_bytes[name] for name, tier in kept if tier in tiers)
-        return int(self._known[key])
+        residual_bytes = self.sizes.layers[layer].residual_bytes
+        kept = self.saves[layer][option].items()
+        return sum(residual_bytes[name] for name, tier in kept if tier in tiers)
 
     def compute_seconds(self, kind: Kind, layer: int, option: int = 0) -> float:
         """Seconds for all microbatches of one window, the last of which emits the gradient."""

@@ -147,6 +147,17 @@ class _Search:
         return starts
 
 
+@contextlib.contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """Spares the garbage collector what is there already, JAX above all: 1 to 2 s of a long search."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@_frozen_heap()
 def find_plan(
     request: Request,
     *,
@@ -168,28 +179,6 @@ def find_plan(
         warm_starts: plans to start from, where they are within a problem's decisions.
         progress: gets one line per setting.
     """
-    with _frozen_heap():
-        return _find_plan(request, time_limit_seconds, relative_gap, warm_starts, solver, progress)
-
-
-@contextlib.contextmanager
-def _frozen_heap() -> Iterator[None]:
-    """Spares the garbage collector what is there already (JAX above all): a third of a search's time."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def _find_plan(
-    request: Request,
-    time_limit_seconds: float,
-    relative_gap: float,
-    warm_starts: Sequence[Plan],
-    solver: str | None,
-    progress: Callable[[str], None],
-) -> Found:
     begun = time.monotonic()
     deadline = begun + time_limit_seconds
     search = _Search(relative_gap)

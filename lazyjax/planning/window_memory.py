@@ -28,8 +28,6 @@ from lazyjax.specs import Tier
 #: Inputs of one microbatch on the device at once, besides the reload window, where activations
 #: wait on the host between layers: one being written, and those whose copies are under way.
 _STREAMED_INPUTS = 7
-
-
 #: Twice the feasibility tolerance of the solvers.
 SOLVER_TOLERANCE = 2e-7
 
