@@ -273,6 +273,9 @@ class _Builder:
                 return layer.boundary.tier
             case What.RESIDUAL:
                 return layer.saved[buffer.name]
+            case What.BATCH:
+                # Every layer reads it, and it is a thousandth of an activation.
+                return Tier.DEVICE
             case _:
                 return Tier.DEVICE if self.plan.handoff == "device" else Tier.HOST
 

@@ -164,9 +164,7 @@ class _Memory:
 
     def device(self) -> list[tuple[str, Affine]]:
         choices, layers, count, head = self.choices, self.layers, self.count, self.head
-        batch = float(
-            self.problem.sizes.batch_bytes * (min(self.soon + 2, count) if self.streamed else count)
-        )
+        batch = float(self.problem.sizes.batch_bytes * count)
         rows: list[tuple[str, Affine]] = []
         # What layers 0..l keep for the backward pass.
         kept: list[Affine] = [Affine()]

@@ -311,17 +311,9 @@ class _WindowSeconds:
         return self.choices.derive(wanted - resident) if resident.terms else wanted
 
     def reload(self, target: int, layer: int) -> Affine:
-        problem, head = self.problem, self.problem.head
         if target == 0:
-            return Affine(self._moved(Kind.RELOAD, 0, problem.sizes.batch_bytes))
-        activations = self._reloaded_activations(target, layer)
-        if not self.streamed:
-            return activations
-        # The batch waits on the host with everything else, and every layer reads it.
-        batch = self._moved(Kind.RELOAD, 0, problem.sizes.batch_bytes, problem.microbatches - self.staying)
-        if target > head and layer:
-            activations += self.choices.ending(layer, lambda s: batch * (s.end - s.start))
-        return activations + batch
+            return Affine(self._moved(Kind.RELOAD, 0, self.problem.sizes.batch_bytes))
+        return self._reloaded_activations(target, layer)
 
     def _reloaded_activations(self, target: int, layer: int) -> Affine:
         problem, choices, head = self.problem, self.choices, self.problem.head

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lazyjax.planning.critical import critical_path, exposed_seconds
 from lazyjax.planning.plan import Prediction
-from lazyjax.planning.schedule import Kind, build_schedule
+from lazyjax.planning.schedule import Kind, What, build_schedule
 from lazyjax.planning.simulate import simulate
 from lazyjax.planning.verify import (
     VerificationError,
@@ -38,6 +38,16 @@ def test_random_plans_pass_all_checks(seed):
             bound <= verification.period_seconds * (1 + 1e-9)
             for bound in verification.bounds_seconds.values()
         )
+
+
+@FEW
+@given(SEEDS)
+def test_the_batch_is_sent_once(seed):
+    problem, plans = random_plans(seed)
+    for plan in plans:
+        reloads = [o for o in build_schedule(plan, problem.sizes).operations if o.kind is Kind.RELOAD]
+        sent = [b.microbatch for o in reloads for b in o.reads if b.what is What.BATCH]
+        assert sorted(sent) == list(range(plan.microbatches))
 
 
 @FEW
