@@ -71,10 +71,7 @@ def recurrent_gated_delta_rule(
     def step(s_BKGEF: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
         q_BKE, k_BKE, v_BKGF, g_BKG, beta_BKG, start_B = token
         kept_BKG = jnp.where(start_B[:, None, None], 0.0, jnp.exp(g_BKG))
-        s_BKGEF = s_BKGEF * kept_BKG[..., None, None]
-        change_BKGF = beta_BKG[..., None] * (v_BKGF - jnp.einsum("bke,bkgef->bkgf", k_BKE, s_BKGEF))
-        s_BKGEF = s_BKGEF + jnp.einsum("bke,bkgf->bkgef", k_BKE, change_BKGF)
-        return s_BKGEF, jnp.einsum("bke,bkgef->bkgf", q_BKE, s_BKGEF)
+        return _one_token(s_BKGEF, q_BKE, k_BKE, v_BKGF, kept_BKG, beta_BKG)
 
     tokens = (q_BTKE, k_BTKE, v_BTKGF, g_BTKG, beta_BTKG, segment_starts(segment_ids_BT))
     empty = jnp.zeros((rows, heads, groups, key_size, value_size), jnp.float32)
@@ -99,6 +96,54 @@ def chunked_gated_delta_rule(
 
     The states before each chunk are named `delta_states`.
     """
+    return _chunked(q_BTKE, k_BTKE, v_BTKGF, g_BTKG, beta_BTKG, segment_ids_BT, None)[0]
+
+
+def continued_gated_delta_rule(
+    q_BTKE: Float32[Array, "B T K E"],
+    k_BTKE: Float32[Array, "B T K E"],
+    v_BTKGF: Float32[Array, "B T K G F"],
+    g_BTKG: Float32[Array, "B T K G"],
+    beta_BTKG: Float32[Array, "B T K G"],
+    s_BKGEF: Float32[Array, "B K G E F"],
+) -> tuple[Float32[Array, "B T K G F"], Float32[Array, "B K G E F"]]:
+    """The rule over one more piece of a segment, from the state before it to the state after it.
+
+    A token with g = 0 and beta = 0 leaves the state as it is. Not meant to be differentiated.
+    """
+    if q_BTKE.shape[1] == 1:
+        q_BKE, k_BKE, v_BKGF = q_BTKE[:, 0], k_BTKE[:, 0], v_BTKGF[:, 0]
+        s_BKGEF, out_BKGF = _one_token(s_BKGEF, q_BKE, k_BKE, v_BKGF, jnp.exp(g_BTKG[:, 0]), beta_BTKG[:, 0])
+        return out_BKGF[:, None], s_BKGEF
+    one_segment_BT = jnp.ones(q_BTKE.shape[:2], jnp.int32)
+    out_BTKGF, borders = _chunked(q_BTKE, k_BTKE, v_BTKGF, g_BTKG, beta_BTKG, one_segment_BT, s_BKGEF)
+    kept, k, u, w, before = (part[-1] for part in borders)
+    return out_BTKGF, _next_border(before, kept, k, u, w)
+
+
+def _one_token(
+    s_BKGEF: Array, q_BKE: Array, k_BKE: Array, v_BKGF: Array, kept_BKG: Array, beta_BKG: Array
+) -> tuple[Array, Array]:
+    """The state behind a token, and what the token reads."""
+    s_BKGEF = s_BKGEF * kept_BKG[..., None, None]
+    change_BKGF = beta_BKG[..., None] * (v_BKGF - jnp.einsum("bke,bkgef->bkgf", k_BKE, s_BKGEF))
+    s_BKGEF = s_BKGEF + jnp.einsum("bke,bkgf->bkgef", k_BKE, change_BKGF)
+    return s_BKGEF, jnp.einsum("bke,bkgef->bkgf", q_BKE, s_BKGEF)
+
+
+def _chunked(
+    q_BTKE: Array,
+    k_BTKE: Array,
+    v_BTKGF: Array,
+    g_BTKG: Array,
+    beta_BTKG: Array,
+    segment_ids_BT: Array,
+    start_BKGEF: Array | None,
+) -> tuple[Array, tuple[Array, ...]]:
+    """Outputs, and by chunk what leads from the state before it to the next: kept, k, u, w, state.
+
+    `start_BKGEF` is the state that the first segment continues; None: all segments start empty.
+    """
     tokens = q_BTKE.shape[1]
     padding = -tokens % CHUNK_TOKENS
     q_CBKLE, k_CBKLE = _chunk(q_BTKE, padding, heads=1), _chunk(k_BTKE, padding, heads=1)
@@ -107,7 +152,10 @@ def chunked_gated_delta_rule(
     # Tokens of the padding join the last segment: with beta = 0 and g = 0 they change nothing.
     run_CBL = _chunk(jnp.cumsum(segment_starts(segment_ids_BT), axis=1), padding, heads=0, mode="edge")
     last_CB1 = run_CBL[..., -1:]
-    before_CB1 = jnp.pad(last_CB1[:-1], ((1, 0), (0, 0), (0, 0)))  # runs count from 1: 0 is none
+    # Runs count from 1: 0 is none.
+    before_CB1 = jnp.pad(
+        last_CB1[:-1], ((1, 0), (0, 0), (0, 0)), constant_values=0 if start_BKGEF is None else 1
+    )
 
     coarse_CBKGL, fine_CBKGL = _running_sums(g_CBKGL)
     causal_LL = jnp.tri(CHUNK_TOKENS, dtype=jnp.bool_)
@@ -134,14 +182,16 @@ def chunked_gated_delta_rule(
     inverse_CBKGLL = inverse_of_unit_triangular(system_CBKGLL)
     u_CBKGLF = inverse_CBKGLL @ (beta_CBKGL[..., None] * v_CBKGLF)
     w_CBKGLE = inverse_CBKGLL @ ((beta_CBKGL * from_start_CBKGL)[..., None] * k_CBKGLE)
-    s_CBKGEF = border_states(kept_CBKG, to_end_CBKGL[..., None] * k_CBKGLE, u_CBKGLF, w_CBKGLE)
+    borders = (kept_CBKG, to_end_CBKGL[..., None] * k_CBKGLE, u_CBKGLF, w_CBKGLE)
+    s_CBKGEF = border_states(*borders) if start_BKGEF is None else _states_from(start_BKGEF, *borders)
 
     written_CBKGLF = u_CBKGLF - w_CBKGLE @ s_CBKGEF
     attention_CBKLL = jnp.einsum("cbkie,cbkje->cbkij", q_CBKLE, k_CBKLE)
     out_CBKGLF = (attention_CBKLL[:, :, :, None] * decay_CBKGLL) @ written_CBKGLF
     out_CBKGLF += (from_start_CBKGL[..., None] * q_CBKLE[:, :, :, None]) @ s_CBKGEF
     out_BCLKGF = jnp.transpose(out_CBKGLF, (1, 0, 4, 2, 3, 5))
-    return out_BCLKGF.reshape(*out_BCLKGF.shape[:1], -1, *out_BCLKGF.shape[3:])[:, :tokens]
+    out_BTKGF = out_BCLKGF.reshape(*out_BCLKGF.shape[:1], -1, *out_BCLKGF.shape[3:])[:, :tokens]
+    return out_BTKGF, (*borders, s_CBKGEF)
 
 
 def _chunk(x: Array, padding: int, *, heads: int, mode: str = "constant") -> Array:
@@ -229,13 +279,19 @@ def border_states(
 
 
 def _named_states(kept: Array, k: Array, u: Array, w: Array) -> Array:
-    def step(s: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-        kept, k, u, w = chunk
-        return kept[..., None, None] * s + jnp.matrix_transpose(k) @ (u - w @ s), s
-
     empty = jnp.zeros((*k.shape[1:4], k.shape[-1], u.shape[-1]), jnp.float32)
-    _, states = jax.lax.scan(step, empty, (kept, k, u, w))
+    states = _states_from(empty, kept, k, u, w)
     return jnp.moveaxis(checkpoint_name(jnp.moveaxis(states, 0, 1), "delta_states"), 1, 0)
+
+
+def _states_from(start: Array, kept: Array, k: Array, u: Array, w: Array) -> Array:
+    """The state before each chunk, `start` before the first."""
+    _, states = jax.lax.scan(lambda s, chunk: (_next_border(s, *chunk), s), start, (kept, k, u, w))
+    return states
+
+
+def _next_border(s: Array, kept: Array, k: Array, u: Array, w: Array) -> Array:
+    return kept[..., None, None] * s + jnp.matrix_transpose(k) @ (u - w @ s)
 
 
 def _border_states_forward(kept: Array, k: Array, u: Array, w: Array) -> tuple[Array, tuple[Array, ...]]:

@@ -7,8 +7,9 @@ arrays costs.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,28 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import Array, PRNGKeyArray
 
-from lazyjax.models.template import Context, LayerKind
+from lazyjax.models.decode import Span
+from lazyjax.models.template import Context, Decoding, LayerKind
 from lazyjax.specs import TensorSpec
+
+
+class DecoderBlock(Protocol):
+    """A module that maps x_BTD to x_BTD, at once or piece by piece."""
+
+    def __call__(self, x_BTD: Array, context: Context) -> Array:
+        """Whole rows, or several segments in a row."""
+        ...
+
+    def step(
+        self, x_BTD: Array, state: tuple[Array, ...], span: Span
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """A piece of every row, after the tokens that `state` holds."""
+        ...
+
+    def state_shapes(self, rows: int, tokens: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The arrays of the state."""
+        ...
+
 
 #: Any length does: names do not depend on it.
 _TRACE_TOKENS = 2
@@ -32,13 +53,10 @@ def layer_kind(
         build: makes the module; draws initial values from the `params` stream.
         input_shape: the module's first argument for one row, used to trace it once.
     """
-    graph, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(params=0))))
-    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-    parameters = tuple(TensorSpec(_dotted(path), tuple(leaf.shape), "float32") for path, leaf in leaves)
+    parameters, rebuild = _describe(build)
 
     def apply(params: tuple[Array, ...], x: Array, context: Context) -> Array:
-        module = nnx.merge(graph, jax.tree.unflatten(structure, params))
-        y: Array = module(x, context)
+        y: Array = rebuild(params)(x, context)
         return y
 
     @jax.jit
@@ -57,6 +75,31 @@ def layer_kind(
 def block_kind(name: str, build: Callable[[nnx.Rngs], nnx.Module], hidden_size: int) -> LayerKind:
     """The kind of a layer that maps x_BTD to x_BTD: a decoder block or the head."""
     return layer_kind(name, build, jax.ShapeDtypeStruct((1, _TRACE_TOKENS, hidden_size), jnp.float32))
+
+
+def decoder_kind(name: str, build: Callable[[nnx.Rngs], Any], hidden_size: int) -> LayerKind:
+    """The kind of a decoder block, a `DecoderBlock`: also how it runs token by token."""
+    _, rebuild = _describe(build)
+    described: DecoderBlock = nnx.eval_shape(lambda: build(nnx.Rngs(params=0)))
+
+    def step(
+        params: tuple[Array, ...], x: Array, state: tuple[Array, ...], span: Span
+    ) -> tuple[Array, tuple[Array, ...]]:
+        return rebuild(params).step(x, state, span)
+
+    return dataclasses.replace(
+        block_kind(name, build, hidden_size), decoding=Decoding(step, described.state_shapes)
+    )
+
+
+def _describe(
+    build: Callable[[nnx.Rngs], nnx.Module],
+) -> tuple[tuple[TensorSpec, ...], Callable[[tuple[Array, ...]], Any]]:
+    """The parameters of what `build` makes, and how to make it again from their values."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(params=0))))
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+    parameters = tuple(TensorSpec(_dotted(path), tuple(leaf.shape), "float32") for path, leaf in leaves)
+    return parameters, lambda params: nnx.merge(graph, jax.tree.unflatten(structure, params))
 
 
 def embed_kind(build: Callable[[nnx.Rngs], nnx.Module]) -> LayerKind:

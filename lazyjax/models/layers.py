@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from lazyjax.models.architecture import Llama3Scaling, Rope
+from lazyjax.models.decode import Span, cached_attention
 from lazyjax.models.template import Context
 
 
@@ -171,6 +172,25 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
         """Attends; scores and softmax in float32."""
+        q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self.project(x_BTD, context.positions_BT)
+        out_BTNH = jax.nn.dot_product_attention(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            mask=attention_mask(context.segment_ids_BT),
+            scale=self.shape.head_dim**-0.5,
+        )
+        return self.output(checkpoint_name(out_BTNH, "attention_out"), gate_BTNH)
+
+    def project(
+        self, x_BTD: Float[Array, "B T D"], positions_BT: Int32[Array, "B T"]
+    ) -> tuple[
+        Float[Array, "B T N H"],
+        Float[Array, "B T K H"],
+        Float[Array, "B T K H"],
+        Float[Array, "B T N H"] | None,
+    ]:
+        """Rotated queries and keys, values, and the gate of the output where there is one."""
         shape = self.shape
         rows, tokens, _ = x_BTD.shape
         heads = (rows, tokens, -1, shape.head_dim)
@@ -184,18 +204,16 @@ class Attention(nnx.Module):
             q_BTNH = query.reshape(heads)
         if shape.qk_norm:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
-        cosine, sine = rotary_angles(context.positions_BT, inverse_frequencies(shape.rope, shape.rotary_dim))
-        out_BTNH = jax.nn.dot_product_attention(
-            rotate(q_BTNH, cosine, sine),
-            rotate(k_BTKH, cosine, sine),
-            v_BTKH,
-            mask=attention_mask(context.segment_ids_BT),
-            scale=shape.head_dim**-0.5,
-        )
-        out_BTNH = checkpoint_name(out_BTNH, "attention_out")
+        cosine, sine = rotary_angles(positions_BT, inverse_frequencies(shape.rope, shape.rotary_dim))
+        return rotate(q_BTNH, cosine, sine), rotate(k_BTKH, cosine, sine), v_BTKH, gate_BTNH
+
+    def output(
+        self, out_BTNH: Float[Array, "B T N H"], gate_BTNH: Float[Array, "B T N H"] | None
+    ) -> Float[Array, "B T D"]:
+        """Gates and projects what was attended to."""
         if gate_BTNH is not None:
             out_BTNH = out_BTNH * jax.nn.sigmoid(gate_BTNH)
-        return self.o_proj(out_BTNH.reshape(rows, tokens, -1))
+        return self.o_proj(out_BTNH.reshape(*out_BTNH.shape[:2], -1))
 
 
 class SwiGLU(nnx.Module):
@@ -225,7 +243,31 @@ class AttentionBlock(nnx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
         """Names the residual stream between the two."""
-        x_BTD = checkpoint_name(x_BTD + self.self_attn(self.input_layernorm(x_BTD), context), "post_mixer")
+        mixed_BTD = self.self_attn(self.input_layernorm(x_BTD), context)
+        return self.finish(x_BTD, mixed_BTD)
+
+    def step(
+        self, x_BTD: Float[Array, "B T D"], state: tuple[Array, ...], span: Span
+    ) -> tuple[Float[Array, "B T D"], tuple[Array, ...]]:
+        """The block over the tokens of `span`, after those that `state` holds (see `models.decode`)."""
+        shape = self.self_attn.shape
+        q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self.self_attn.project(
+            self.input_layernorm(x_BTD), span.positions_BT(x_BTD.shape[1])
+        )
+        out_BTNH, state = cached_attention(q_BTNH, k_BTKH, v_BTKH, state, span, shape.head_dim**-0.5)
+        return self.finish(x_BTD, self.self_attn.output(out_BTNH, gate_BTNH)), state
+
+    def state_shapes(self, rows: int, tokens: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Keys and values of `rows` x `tokens` tokens."""
+        shape = self.self_attn.shape
+        cache = (rows, shape.key_value_heads, tokens, shape.head_dim)
+        return (jax.ShapeDtypeStruct(cache, jnp.dtype(dtype)),) * 2
+
+    def finish(
+        self, x_BTD: Float[Array, "B T D"], mixed_BTD: Float[Array, "B T D"]
+    ) -> Float[Array, "B T D"]:
+        """What follows the mixer."""
+        x_BTD = checkpoint_name(x_BTD + mixed_BTD, "post_mixer")
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 

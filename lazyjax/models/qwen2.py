@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lazyjax.models.architecture import Qwen2Architecture
-from lazyjax.models.kinds import block_kind
+from lazyjax.models.kinds import decoder_kind
 from lazyjax.models.layers import AttentionBlock, AttentionShape
 from lazyjax.models.template import LayerKind
 
@@ -22,7 +22,7 @@ def block_kinds(config: Qwen2Architecture) -> tuple[LayerKind, ...]:
         qkv_bias=config.qkv_bias,
     )
     return (
-        block_kind(
+        decoder_kind(
             "full_attention",
             lambda rngs: AttentionBlock(shape, config.intermediate_size, rngs=rngs),
             config.hidden_size,

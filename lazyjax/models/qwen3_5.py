@@ -15,8 +15,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
 from lazyjax.models.architecture import Qwen35Architecture
-from lazyjax.models.delta_net import causal_convolution, chunked_gated_delta_rule
-from lazyjax.models.kinds import block_kind
+from lazyjax.models.decode import Span, continued_convolution
+from lazyjax.models.delta_net import (
+    causal_convolution,
+    chunked_gated_delta_rule,
+    continued_gated_delta_rule,
+)
+from lazyjax.models.kinds import decoder_kind
 from lazyjax.models.layers import AttentionBlock, AttentionShape, Linear, RMSNorm, SwiGLU, normal
 from lazyjax.models.template import Context, LayerKind
 
@@ -92,17 +97,67 @@ class GatedDeltaNet(nnx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
         """Mixes tokens; decays, write strengths and the rule in float32."""
-        shape = self.shape
-        heads = (*x_BTD.shape[:2], shape.key_heads)
-        mixed_BTP = checkpoint_name(self.in_proj_qkv(x_BTD), "delta_qkv")
-        z_BTKGF = checkpoint_name(self.in_proj_z(x_BTD), "delta_z").reshape(
-            *heads, shape.groups, shape.value_head_dim
+        mixed_BTP, z_BTKGF, g_BTKG, beta_BTKG = self.project(x_BTD)
+        q_BTKE, k_BTKE, v_BTKGF = self.split(self.conv1d(mixed_BTP, context))
+        out_BTKGF = chunked_gated_delta_rule(
+            q_BTKE, k_BTKE, v_BTKGF, g_BTKG, beta_BTKG, context.segment_ids_BT
         )
-        beta_BTKG = jax.nn.sigmoid(self.in_proj_b(x_BTD).astype(jnp.float32)).reshape(*heads, shape.groups)
-        g_BTKG = self.log_decay(self.in_proj_a(x_BTD)).reshape(*heads, shape.groups)
+        return self.output(out_BTKGF, z_BTKGF)
 
-        mixed_BTP = jax.nn.silu(self.conv1d(mixed_BTP, context)).astype(jnp.float32)
+    def step(
+        self, x_BTD: Float[Array, "B T D"], state: tuple[Array, ...], span: Span
+    ) -> tuple[Float[Array, "B T D"], tuple[Array, ...]]:
+        """As a call, after the tokens that `state` holds (see `models.decode`)."""
+        taps_BUP, memory_BKGEF = state
+        mixed_BTP, z_BTKGF, g_BTKG, beta_BTKG = self.project(x_BTD)
+        mixed_BTP, taps_BUP = continued_convolution(mixed_BTP, self.conv1d.kernel[...], taps_BUP, span)
+        q_BTKE, k_BTKE, v_BTKGF = self.split(mixed_BTP)
+        # A token outside the span decays nothing and writes nothing.
+        inside_BT11 = span.inside_BT(x_BTD.shape[1])[:, :, None, None]
+        out_BTKGF, memory_BKGEF = continued_gated_delta_rule(
+            q_BTKE,
+            k_BTKE,
+            v_BTKGF,
+            jnp.where(inside_BT11, g_BTKG, 0.0),
+            jnp.where(inside_BT11, beta_BTKG, 0.0),
+            memory_BKGEF,
+        )
+        return self.output(out_BTKGF, z_BTKGF), (taps_BUP, memory_BKGEF)
+
+    def state_shapes(self, rows: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The last inputs of the convolution, and the states of the rule."""
+        shape = self.shape
+        channels = self.conv1d.kernel.shape[-1]
+        memory = (rows, shape.key_heads, shape.groups, shape.key_head_dim, shape.value_head_dim)
+        return (
+            jax.ShapeDtypeStruct((rows, shape.convolution_taps - 1, channels), jnp.dtype(dtype)),
+            jax.ShapeDtypeStruct(memory, jnp.float32),
+        )
+
+    def project(
+        self, x_BTD: Float[Array, "B T D"]
+    ) -> tuple[
+        Float[Array, "B T P"],
+        Float[Array, "B T K G F"],
+        Float32[Array, "B T K G"],
+        Float32[Array, "B T K G"],
+    ]:
+        """Inputs of the convolution, gate of the output, log decays and write strengths."""
+        shape = self.shape
+        heads = (*x_BTD.shape[:2], shape.key_heads, shape.groups)
+        mixed_BTP = checkpoint_name(self.in_proj_qkv(x_BTD), "delta_qkv")
+        z_BTKGF = checkpoint_name(self.in_proj_z(x_BTD), "delta_z").reshape(*heads, shape.value_head_dim)
+        beta_BTKG = jax.nn.sigmoid(self.in_proj_b(x_BTD).astype(jnp.float32)).reshape(heads)
+        return mixed_BTP, z_BTKGF, self.log_decay(self.in_proj_a(x_BTD)).reshape(heads), beta_BTKG
+
+    def split(
+        self, mixed_BTP: Float[Array, "B T P"]
+    ) -> tuple[Float32[Array, "B T K E"], Float32[Array, "B T K E"], Float32[Array, "B T K G F"]]:
+        """Queries, keys and values from the convolution's output."""
+        shape = self.shape
+        heads = (*mixed_BTP.shape[:2], shape.key_heads)
         key_size = shape.key_heads * shape.key_head_dim
+        mixed_BTP = jax.nn.silu(mixed_BTP).astype(jnp.float32)
         q_BTKE, k_BTKE, v_BTKGF = (
             part.reshape(*heads, *rest)
             for part, rest in zip(
@@ -111,16 +166,14 @@ class GatedDeltaNet(nnx.Module):
                 strict=True,
             )
         )
-        out_BTKGF = chunked_gated_delta_rule(
-            _unit(q_BTKE) * shape.key_head_dim**-0.5,
-            _unit(k_BTKE),
-            v_BTKGF,
-            g_BTKG,
-            beta_BTKG,
-            context.segment_ids_BT,
-        )
-        out_BTKGF = checkpoint_name(out_BTKGF.astype(x_BTD.dtype), "delta_out")
-        return self.out_proj(self.norm(out_BTKGF, z_BTKGF).reshape(*x_BTD.shape[:2], -1))
+        return _unit(q_BTKE) * shape.key_head_dim**-0.5, _unit(k_BTKE), v_BTKGF
+
+    def output(
+        self, out_BTKGF: Float32[Array, "B T K G F"], z_BTKGF: Float[Array, "B T K G F"]
+    ) -> Float[Array, "B T D"]:
+        """Normalises, gates and projects what the rule gave."""
+        out_BTKGF = checkpoint_name(out_BTKGF.astype(z_BTKGF.dtype), "delta_out")
+        return self.out_proj(self.norm(out_BTKGF, z_BTKGF).reshape(*z_BTKGF.shape[:2], -1))
 
     def log_decay(self, a: Float[Array, "B T heads"]) -> Float32[Array, "B T heads"]:
         """g = -exp(A_log) softplus(a + dt_bias), never positive."""
@@ -144,7 +197,25 @@ class DeltaNetBlock(nnx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
         """Names the residual stream between the two."""
-        x_BTD = checkpoint_name(x_BTD + self.linear_attn(self.input_layernorm(x_BTD), context), "post_mixer")
+        mixed_BTD = self.linear_attn(self.input_layernorm(x_BTD), context)
+        return self.finish(x_BTD, mixed_BTD)
+
+    def step(
+        self, x_BTD: Float[Array, "B T D"], state: tuple[Array, ...], span: Span
+    ) -> tuple[Float[Array, "B T D"], tuple[Array, ...]]:
+        """The block over the tokens of `span`, after those that `state` holds (see `models.decode`)."""
+        mixed_BTD, state = self.linear_attn.step(self.input_layernorm(x_BTD), state, span)
+        return self.finish(x_BTD, mixed_BTD), state
+
+    def state_shapes(self, rows: int, tokens: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Of `rows` rows; they do not grow with the tokens."""
+        return self.linear_attn.state_shapes(rows, dtype)
+
+    def finish(
+        self, x_BTD: Float[Array, "B T D"], mixed_BTD: Float[Array, "B T D"]
+    ) -> Float[Array, "B T D"]:
+        """What follows the mixer."""
+        x_BTD = checkpoint_name(x_BTD + mixed_BTD, "post_mixer")
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 
@@ -178,4 +249,4 @@ def block_kinds(config: Qwen35Architecture) -> tuple[LayerKind, ...]:
         "linear_attention": lambda rngs: DeltaNetBlock(delta_net, config.intermediate_size, rngs=rngs),
     }
     used = sorted(set(config.layer_types))
-    return tuple(block_kind(name, builders[name], config.hidden_size) for name in used)
+    return tuple(decoder_kind(name, builders[name], config.hidden_size) for name in used)

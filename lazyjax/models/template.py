@@ -18,6 +18,7 @@ import jax
 from jaxtyping import Array, Int32, PRNGKeyArray
 
 from lazyjax.models.architecture import Architecture
+from lazyjax.models.decode import Span
 from lazyjax.specs import ModelSpec, TensorSpec
 
 
@@ -35,6 +36,22 @@ class Context(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Decoding:
+    """How a block runs over a piece of its rows, given what it remembers of the tokens before.
+
+    Attributes:
+        step: pure function (parameters in flat order, x_BTD, state, span) -> (x_BTD, state).
+        state_shapes: (rows, tokens that a row may come to, compute dtype) -> arrays of the state, rows first.
+    """
+
+    step: Callable[
+        [tuple[jax.Array, ...], jax.Array, tuple[jax.Array, ...], Span],
+        tuple[jax.Array, tuple[jax.Array, ...]],
+    ]
+    state_shapes: Callable[[int, int, str], tuple[jax.ShapeDtypeStruct, ...]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class LayerKind:
     """One kind of layer, shared by all layers that have its shapes; compared by identity.
 
@@ -49,6 +66,7 @@ class LayerKind:
             block: x_BTD -> x_BTD, dtype kept.
             head: x_BTD -> x_BTD, the final norm only; logits are the executor's business.
         initialize: key -> float32 arrays in flat order, as the family initialises them.
+        decoding: for blocks, how they run token by token.
     """
 
     name: str
@@ -56,6 +74,7 @@ class LayerKind:
     residual_names: tuple[str, ...]
     apply: Callable[[tuple[jax.Array, ...], jax.Array, Context], jax.Array]
     initialize: Callable[[PRNGKeyArray], tuple[jax.Array, ...]]
+    decoding: Decoding | None = None
 
 
 class ParameterRef(NamedTuple):
