@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from lazyjax.data.sources import Conversation, DataError, Message, problems_folder
+from lazyjax.huggingface import tokenizer as tokenizer_files
 
 #: A transformers tokenizer (transformers is imported only when one is loaded: it takes seconds).
 Tokenizer = Any
@@ -53,20 +54,14 @@ class Rendered(NamedTuple):
 def load_tokenizer(folder: pathlib.Path | str | None = None) -> Tokenizer:
     """Loads a tokenizer from a Hugging Face folder, or the one in the package; never downloads.
 
-    Raises DataError when the folder holds no fast tokenizer.
+    Raises CheckpointError when the folder holds no usable one (`lazyjax.huggingface.tokenizer`).
     """
-    import transformers
+    return tokenizer_files.load_tokenizer(problems_folder() if folder is None else folder)
 
-    path = problems_folder() if folder is None else pathlib.Path(folder)
-    if not path.is_dir():
-        raise DataError(f"{path}: no such tokenizer folder")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{path}: no tokenizer can be loaded from it: {error}") from error
-    if not tokenizer.is_fast:
-        raise DataError(f"{path}: needs a fast tokenizer (tokenizer.json), found {type(tokenizer).__name__}")
-    return tokenizer
+
+def largest_token_id(tokenizer: Tokenizer) -> int:
+    """The largest id that a text can get; ids may have gaps, so this can exceed the number of tokens."""
+    return int(max(tokenizer.get_vocab().values()))
 
 
 def padding_token_id(tokenizer: Tokenizer) -> int:
@@ -75,6 +70,14 @@ def padding_token_id(tokenizer: Tokenizer) -> int:
         if token_id is not None:
             return int(token_id)
     return 0
+
+
+def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
+    """The special token that the chat template ends an assistant's turn with; None if it writes none."""
+    probe = (Message("user", "question"), Message("assistant", "answer"))
+    [encoded] = encode(tokenizer, [render(tokenizer, probe)])
+    last = int(encoded.tokens_T[-1])
+    return last if last in tokenizer.added_tokens_decoder else None
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:

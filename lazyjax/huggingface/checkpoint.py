@@ -14,10 +14,11 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
+from lazyjax.huggingface.finite import NonFinite, count_nonfinite
 from lazyjax.huggingface.key_maps import (
     Entry,
     detect_prefix,
@@ -26,8 +27,11 @@ from lazyjax.huggingface.key_maps import (
     output_table_key,
     to_parameter,
 )
+from lazyjax.huggingface.parameters import ParameterStore
 from lazyjax.huggingface.tensor_files import (
+    ELEMENT_BYTES,
     FLOAT_DTYPES,
+    PIECE_BYTES,
     CheckpointError,
     StoredTensor,
     read_header,
@@ -45,31 +49,6 @@ _LISTED = 20
 Progress = Callable[[str, int, int], None]
 
 
-@runtime_checkable
-class LayerParameters(Protocol):
-    """One layer's master weights, e.g. `lazyjax.storage.host.LayerSlabs`."""
-
-    def set_master(self, segment_name: str, value: np.ndarray) -> None:
-        """Stores one parameter as fp32, without a copy of the whole."""
-        ...
-
-    def master_pieces(
-        self, segment_name: str, arrange: Callable[[np.ndarray], np.ndarray]
-    ) -> Iterator[np.ndarray]:
-        """The fp32 values of one parameter as `arrange` orders them, some rows at a time."""
-        ...
-
-
-@runtime_checkable
-class ParameterStore(Protocol):
-    """A model's master weights by layer, e.g. `lazyjax.storage.host.HostStore`."""
-
-    @property
-    def layers(self) -> Sequence[LayerParameters]:
-        """In the order of `ModelSpec.layers`."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
     """An opened folder: its config and where every tensor lies."""
@@ -85,19 +64,24 @@ class Binding:
 
     Attributes:
         prefix: of the text model's keys.
-        entries: every parameter of the model; their keys are all in the checkpoint.
+        entries: every parameter of the model, under the key that it is exported with.
+        stored: key of an entry -> the tensor that holds it. They differ in name only for a tied model
+            whose checkpoint has the output table and no embedding.
         rest: tensors beside the text model, e.g. a vision tower.
         repeated_table: a stored output table of a tied model, which must equal the embedding.
     """
 
     prefix: str
     entries: tuple[Entry, ...]
+    stored: Mapping[str, StoredTensor]
     rest: tuple[StoredTensor, ...]
     repeated_table: StoredTensor | None
 
 
 def open_checkpoint(folder: Path | str) -> Checkpoint:
     """Opens a folder with config.json and model.safetensors, or with shards and their index.
+
+    Where both are there, the single file is read and the index is not, as in Transformers.
 
     Raises:
         CheckpointError: naming the file that is missing, truncated, damaged or contradicts the
@@ -107,14 +91,13 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     config = read_json_table(folder / CONFIG_FILE)
-    index_path = folder / INDEX_FILE
-    if index_path.is_file():
-        return Checkpoint(folder, config, _sharded_tensors(index_path))
-    if not (folder / WEIGHTS_FILE).is_file():
-        raise CheckpointError(
-            f"{folder}: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there; only safetensors are read"
-        )
-    return Checkpoint(folder, config, read_header(folder / WEIGHTS_FILE))
+    if (folder / WEIGHTS_FILE).is_file():
+        return Checkpoint(folder, config, read_header(folder / WEIGHTS_FILE))
+    if (folder / INDEX_FILE).is_file():
+        return Checkpoint(folder, config, _sharded_tensors(folder / INDEX_FILE))
+    raise CheckpointError(
+        f"{folder}: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there; only safetensors are read"
+    )
 
 
 def read_json_table(path: Path) -> dict[str, Any]:
@@ -168,20 +151,26 @@ def bind(checkpoint: Checkpoint, template: ModelTemplate) -> Binding:
             "model.language_model.embed_tokens.weight is among its tensors"
         )
     entries = key_map(template, prefix)
-    wanted = {entry.key: entry for entry in entries}
-    repeated = [output_table_key()] if template.spec.tied and output_table_key() in tensors else []
-    others = [key for key in tensors if key not in wanted and key not in repeated]
+    sources = {entry.key: entry.key for entry in entries}
+    repeated = template.spec.tied and output_table_key() in tensors
+    if repeated and _table_key(template, entries) not in tensors:
+        # Whoever saves shared tensors once may keep either name.
+        sources[_table_key(template, entries)] = output_table_key()
+        repeated = False
+    used = {*sources.values(), *([output_table_key()] if repeated else [])}
+    others = [key for key in tensors if key not in used]
+    shapes = {sources[entry.key]: entry.stored_shape for entry in entries}
     problems = {
-        "missing": [key for key in wanted if key not in tensors],
+        "missing": [key for key in shapes if key not in tensors],
         "surplus": [key for key in others if not is_rest(family, key)],
         "wrong shape": [
-            f"{key} {tensors[key].shape}, expected {entry.stored_shape}"
-            for key, entry in wanted.items()
-            if key in tensors and tensors[key].shape != entry.stored_shape
+            f"{key} {tensors[key].shape}, expected {shape}"
+            for key, shape in shapes.items()
+            if key in tensors and tensors[key].shape != shape
         ],
         f"type not among {', '.join(FLOAT_DTYPES)}": [
             f"{key} {tensors[key].dtype}"
-            for key in wanted
+            for key in shapes
             if key in tensors and tensors[key].dtype not in FLOAT_DTYPES
         ],
     }
@@ -193,9 +182,18 @@ def bind(checkpoint: Checkpoint, template: ModelTemplate) -> Binding:
     return Binding(
         prefix=prefix,
         entries=entries,
+        stored={key: tensors[source] for key, source in sources.items()},
         rest=tuple(tensors[key] for key in others),
-        repeated_table=tensors[repeated[0]] if repeated else None,
+        repeated_table=tensors[output_table_key()] if repeated else None,
     )
+
+
+def _table_key(template: ModelTemplate, entries: Sequence[Entry]) -> str:
+    """The key of the table that logits are taken with."""
+    index = template.table.layer_index
+    name = template.spec.layers[index].parameters[template.table.parameter_index].name
+    (key,) = [entry.key for entry in entries if (entry.layer_index, entry.parameter) == (index, name)]
+    return key
 
 
 def _list(keys: Any) -> str:
@@ -215,38 +213,59 @@ def load_into(
     Raises:
         CheckpointError: the checkpoint does not fit the model (see `bind`), or the model is tied
             and the checkpoint holds two different tables; no slab was touched then. Also when a
-            file shrinks while it is read.
+            file shrinks while it is read, and naming every tensor with values that are not finite.
     """
     binding = bind(checkpoint, template)
     if binding.repeated_table is not None:
-        _check_repeated(checkpoint, binding.repeated_table, template, binding)
-    total = sum(checkpoint.tensors[entry.key].bytes for entry in binding.entries)
+        table_key = _table_key(template, binding.entries)
+        _check_repeated(checkpoint.folder, binding.repeated_table, binding.stored[table_key])
+    total = sum(tensor.bytes for tensor in binding.stored.values())
+    not_finite: list[NonFinite] = []
     for entry in binding.entries:
-        tensor = checkpoint.tensors[entry.key]
-        value = to_parameter(entry.transform, read_tensor(tensor))
-        store.layers[entry.layer_index].set_master(entry.parameter, value)
+        tensor = binding.stored[entry.key]
+        stored = read_tensor(tensor)
+        found = count_nonfinite(stored)
+        if found:
+            not_finite.append(NonFinite(tensor.key, *found))
+        store.layers[entry.layer_index].set_master(entry.parameter, to_parameter(entry.transform, stored))
         # Else it would live on beside the next tensor.
-        del value
+        del stored
         if progress is not None:
             progress(entry.key, tensor.bytes, total)
+    if not_finite:
+        raise CheckpointError(
+            f"{checkpoint.folder}: {len(not_finite)} tensor(s) hold values that are not finite, nothing can "
+            f"be learned from them: {_list(map(str, not_finite))}"
+        )
     return binding
 
 
-def _check_repeated(
-    checkpoint: Checkpoint, repeated: StoredTensor, template: ModelTemplate, binding: Binding
-) -> None:
-    names = [tensor.name for tensor in template.spec.layers[template.table.layer_index].parameters]
-    place = (template.table.layer_index, names[template.table.parameter_index])
-    (table_key,) = [e.key for e in binding.entries if (e.layer_index, e.parameter) == place]
-    table = checkpoint.tensors[table_key]
+def _check_repeated(folder: Path, repeated: StoredTensor, table: StoredTensor) -> None:
+    """Two copies of a tied table must be equal, in the narrower of their types."""
     equal = (
-        repeated.dtype == table.dtype
+        repeated.dtype in FLOAT_DTYPES
         and repeated.shape == table.shape
-        and all(a == b for a, b in zip(read_pieces(repeated), read_pieces(table), strict=True))
+        and all(a == b for a, b in zip(*_in_common_type(repeated, table), strict=True))
     )
     if not equal:
         raise CheckpointError(
-            f"{checkpoint.folder}: the config ties the output table to the embedding, but "
-            f"{repeated.key} and {table_key} differ; set tie_word_embeddings to false in "
-            f"{CONFIG_FILE} to train both"
+            f"{folder}: the config ties the output table to the embedding, but {repeated.key} and "
+            f"{table.key} differ; set tie_word_embeddings to false in {CONFIG_FILE} to train both"
         )
+
+
+def _in_common_type(*tensors: StoredTensor) -> list[Iterator[bytes]]:
+    """The tensors' bytes in pieces of equally many elements, rounded to the narrowest of their types."""
+    narrowest = FLOAT_DTYPES[min((tensor.dtype for tensor in tensors), key=lambda name: ELEMENT_BYTES[name])]
+    elements = PIECE_BYTES // 4
+
+    def pieces(tensor: StoredTensor) -> Iterator[bytes]:
+        stored_type = FLOAT_DTYPES[tensor.dtype]
+        for piece in read_pieces(tensor, elements * stored_type.itemsize):
+            if stored_type == narrowest:
+                yield piece
+            else:
+                with np.errstate(over="ignore"):  # infinities are equal to no finite value
+                    yield np.frombuffer(piece, stored_type).astype(narrowest).tobytes()
+
+    return [pieces(tensor) for tensor in tensors]

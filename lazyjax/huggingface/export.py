@@ -3,7 +3,8 @@
 The folder is written under another name and renamed when it is complete, and an existing one is
 never touched. Slabs are converted a few megabytes at a time, so the size of the model does not
 matter. What a source checkpoint held beside the text model goes through unchanged, and so do its
-config, tokenizer and generation settings.
+config and generation settings, except for what training has changed: the element type, the tokenizer
+that the rows were written with, and the token that ends a turn.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from lazyjax.huggingface.checkpoint import (
     INDEX_FILE,
     WEIGHTS_FILE,
     Checkpoint,
-    LayerParameters,
-    ParameterStore,
     Progress,
     bind,
+    read_json_table,
 )
 from lazyjax.huggingface.configs import to_hf_config
 from lazyjax.huggingface.key_maps import Entry, key_map, to_stored
+from lazyjax.huggingface.parameters import LayerParameters, ParameterStore
 from lazyjax.huggingface.tensor_files import (
     FLOAT_DTYPES,
     CheckpointError,
@@ -44,8 +45,8 @@ from lazyjax.models.template import ModelTemplate
 ExportDtype = Literal["bfloat16", "float32"]
 _STORED_DTYPES: dict[ExportDtype, str] = {"bfloat16": "BF16", "float32": "F32"}
 
-#: Files copied from the source: tokenizer, chat template, generation and processor settings, terms.
-_COPIED = (
+#: Files that make a tokenizer, with its chat template.
+_TOKENIZER_FILES = (
     "tokenizer*",
     "vocab.*",
     "merges.txt",
@@ -53,11 +54,15 @@ _COPIED = (
     "added_tokens.json",
     "chat_template.*",
     "additional_chat_templates",
+)
+#: Files copied from the source: generation and processor settings, terms.
+_COPIED = (
     "generation_config.json",
     "*processor_config.json",
     "LICENSE*",
     "NOTICE*",
 )
+GENERATION_FILE = "generation_config.json"
 
 
 def export(
@@ -66,6 +71,8 @@ def export(
     store: ParameterStore,
     source: Checkpoint | None = None,
     *,
+    tokenizer_folder: Path | None = None,
+    stop_token_ids: Sequence[int] = (),
     dtype: ExportDtype = "bfloat16",
     max_shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
@@ -77,7 +84,10 @@ def export(
     Args:
         folder: must not exist; its parents are made.
         source: the checkpoint that training started from. Without one the config is written from
-            the template, and there is no tokenizer.
+            the template.
+        tokenizer_folder: whose tokenizer was trained with; by default the source's.
+        stop_token_ids: what training taught the model to end with, e.g. the chat template's end of turn;
+            generation then stops there too.
         dtype: of the text model's tensors; bfloat16 rounds the fp32 masters to nearest even. The
             rest of a source keeps its own types.
         max_shard_bytes: a file holds at most this much, unless one tensor is larger.
@@ -108,7 +118,11 @@ def export(
         config = to_hf_config(template.config) if source is None else dict(source.config)
         _write_json(partial / CONFIG_FILE, _with_dtype(config, dtype))
         if source is not None:
-            _copy_companions(source.folder, partial)
+            _copy_files(source.folder, partial, _COPIED)
+        tokenizer_source = tokenizer_folder or (source.folder if source is not None else None)
+        if tokenizer_source is not None:
+            _copy_files(tokenizer_source, partial, _TOKENIZER_FILES)
+        _add_stop_tokens(partial, config, stop_token_ids)
         _write_weights(partial, tensors, max_shard_bytes, progress)
         partial.chmod(0o755)
         os.rename(partial, folder)
@@ -176,21 +190,42 @@ def _write_weights(
 
 
 def _with_dtype(config: dict[str, Any], dtype: ExportDtype) -> dict[str, Any]:
-    """The config with the exported element type, also for the text model inside a multimodal one."""
-    name = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config = {**config, name: dtype}
+    """The config with the exported element type, also for the text model inside a multimodal one.
+
+    Old and new name of the key may both be there; Transformers then goes by the new one.
+    """
+    names = [name for name in ("torch_dtype", "dtype") if name in config] or ["dtype"]
+    config = config | dict.fromkeys(names, dtype)
     if "text_config" in config:
-        config["text_config"] = {**config["text_config"], name: dtype}
+        config["text_config"] = _with_dtype(config["text_config"], dtype)
     return config
 
 
-def _copy_companions(source: Path, target: Path) -> None:
-    for pattern in _COPIED:
+def _copy_files(source: Path, target: Path, patterns: Sequence[str]) -> None:
+    for pattern in patterns:
         for path in sorted(source.glob(pattern)):
             if path.is_dir():
                 shutil.copytree(path, target / path.name, dirs_exist_ok=True)
             else:
                 shutil.copyfile(path, target / path.name)
+
+
+def _add_stop_tokens(folder: Path, config: dict[str, Any], stop_token_ids: Sequence[int]) -> None:
+    """Adds tokens to those at which generation stops, in generation_config.json."""
+    path = folder / GENERATION_FILE
+    text = config["text_config"] if "text_config" in config else config
+    if path.exists():
+        settings = read_json_table(path)
+    else:
+        # Without the file Transformers takes these from the config; with it, only from there.
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        settings = {name: text[name] for name in names if name in text and text[name] is not None}
+    known = settings["eos_token_id"] if "eos_token_id" in settings else None
+    stops = [] if known is None else list(known) if isinstance(known, list) else [known]
+    new = [token for token in stop_token_ids if token not in stops]
+    if new:
+        stops += new
+        _write_json(path, settings | {"eos_token_id": stops[0] if len(stops) == 1 else stops})
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -148,10 +148,14 @@ class Entry:
 
 
 def detect_prefix(keys: Collection[str]) -> str | None:
-    """The prefix of the text model's keys, or None when none of the known ones fits."""
-    for prefix in _PREFIXES:
-        if f"{prefix}embed_tokens.weight" in keys:
-            return prefix
+    """The prefix of the text model's keys, or None when none of the known ones fits.
+
+    Told by the embedding, or by the final norm where a tied model's table goes by its other name.
+    """
+    for name in (_EMBED[0].key, _FINAL_NORM.key):
+        for prefix in _PREFIXES:
+            if f"{prefix}{name}" in keys:
+                return prefix
     return None
 
 

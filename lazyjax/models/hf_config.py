@@ -2,11 +2,13 @@
 
 What a family allows but is not implemented here (sliding windows, other activations, other RoPE
 scalings, quantised weights) is refused, never ignored: a model that runs differently than it was
-trained is worse than an error. Keys that do not change the mathematics are passed over.
+trained is worse than an error. Keys that do not change the mathematics, or that the family's class in
+Transformers does not read, are passed over; keys that are left out have that class's defaults.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +31,16 @@ _REQUIRED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "attn_output_gate": (True,),
     "mamba_ssm_dtype": ("float32", None),
     "quantization_config": (None,),
+}
+_QWEN3_5 = ("qwen3_5", "qwen3_5_text")
+#: Model types whose class in Transformers reads a key at all; keys not listed here concern every type.
+#: Qwen2 for instance always has biases on queries, keys and values, whatever its config says of them.
+_READ_BY: Mapping[str, tuple[str, ...]] = {
+    "attention_bias": ("llama", "qwen3", *_QWEN3_5),
+    "mlp_bias": ("llama",),
+    "use_sliding_window": ("qwen2", "qwen3"),
+    "attn_output_gate": _QWEN3_5,
+    "mamba_ssm_dtype": _QWEN3_5,
 }
 _SIZES = (
     "vocab_size",
@@ -66,34 +78,98 @@ def parse_hf_config(document: Mapping[str, Any], *, name: str | None = None) -> 
         )
     text = _text_model(document, model_type)
     for key, allowed in _REQUIRED_VALUES.items():
-        if key in text and text[key] not in allowed:
+        read = key not in _READ_BY or model_type in _READ_BY[key]
+        if read and key in text and text[key] not in allowed:
             raise ArchitectureError(f"{key} = {text[key]!r} is not implemented, only {allowed[0]!r}")
-    fields: dict[str, Any] = {key: _get(text, key) for key in _SIZES}
+    table = _WithDefaults(text, model_type)
+    fields: dict[str, Any] = {key: table.value(key) for key in _SIZES}
     fields["name"] = model_type if name is None else name
     heads = fields["num_attention_heads"]
-    fields["num_key_value_heads"] = _either(text, "num_key_value_heads", heads)
-    fields["initializer_range"] = _either(text, "initializer_range", 0.02)
-    fields["tie_word_embeddings"] = _either(text, "tie_word_embeddings", False)
-    fields["rope"] = _rope(text, 0.25 if model_type.startswith("qwen3_5") else 1.0)
+    fields["num_key_value_heads"] = table.value("num_key_value_heads", null=heads)
+    fields["initializer_range"] = table.value("initializer_range")
+    fields["tie_word_embeddings"] = table.value("tie_word_embeddings")
+    fields["rope"] = _rope(table, 0.25 if model_type in _QWEN3_5 else 1.0)
     try:
         match model_type:
             case "llama" | "qwen2":
-                fields["head_dim"] = _either(text, "head_dim", fields["hidden_size"] // heads)
+                fields["head_dim"] = _head_dim(text, fields["hidden_size"], heads)
                 _only_full_attention(text)
                 return Qwen2Architecture(**fields, qkv_bias=model_type == "qwen2")
             case "qwen3":
-                fields["head_dim"] = _get(text, "head_dim")
+                fields["head_dim"] = table.value("head_dim")
                 _only_full_attention(text)
                 return Qwen3Architecture(**fields)
             case _:
-                fields["head_dim"] = _get(text, "head_dim")
-                fields |= {key: _get(text, key) for key in _LINEAR_SIZES}
-                fields["layer_types"] = _layer_types(text, fields["num_hidden_layers"])
+                fields["head_dim"] = table.value("head_dim")
+                fields |= {key: table.value(key) for key in _LINEAR_SIZES}
+                fields["layer_types"] = tuple(table.value("layer_types", null=None) or table.layer_types())
                 return Qwen35Architecture(**fields)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise ArchitectureError(f"{key}: {first['msg']}" if key else first["msg"]) from None
+
+
+class _WithDefaults:
+    """The keys of a config.json; for those left out, what Transformers' config class puts there.
+
+    The class is asked (and Transformers imported) only when a key is left out: it knows defaults that
+    depend on other keys, and a second table of them would grow stale.
+    """
+
+    def __init__(self, text: Mapping[str, Any], model_type: str) -> None:
+        self.text, self._model_type = text, model_type
+
+    def value(self, key: str, **null: Any) -> Any:
+        """The value of `key`; for an explicit null, `null=...` where that is allowed.
+
+        Raises ArchitectureError where the key is left out and the class has no default either.
+        """
+        if key in self.text and self.text[key] is not None:
+            return self.text[key]
+        if key in self.text:
+            if "null" in null:
+                return null["null"]
+            raise ArchitectureError(f"the config has no {key}")
+        found = getattr(self._filled, key, None)
+        if found is None and "null" not in null:
+            raise ArchitectureError(f"the config has no {key}")
+        return found
+
+    def rope_theta(self) -> float:
+        """The base of the rotary embedding where no key gives it."""
+        return float(self._filled.rope_parameters["rope_theta"])
+
+    def layer_types(self) -> tuple[str, ...]:
+        """The mixers of all blocks where `layer_types` is null."""
+        return tuple(self._filled.layer_types)
+
+    @functools.cached_property
+    def _filled(self) -> Any:
+        import transformers
+
+        model_type = "qwen3_5_text" if self._model_type in _QWEN3_5 else self._model_type
+        # Only keys that defaults follow from: everything else is not this class's to judge.
+        known = (*_SIZES, "full_attention_interval")
+        given = {
+            key: self.text[key]
+            for key in known
+            if key in self.text and isinstance(self.text[key], int | float) and self.text[key] > 0
+        }
+        try:
+            return transformers.CONFIG_MAPPING[model_type](**given)
+        except Exception as error:  # the library has an exception of its own for each field's type
+            raise ArchitectureError(" ".join(str(error).split())) from error
+
+
+def _head_dim(text: Mapping[str, Any], hidden_size: Any, heads: Any) -> Any:
+    if "head_dim" in text and text["head_dim"] is not None:
+        return text["head_dim"]
+    if not isinstance(hidden_size, int) or not isinstance(heads, int) or heads < 1:
+        raise ArchitectureError(
+            f"hidden_size ({hidden_size!r}) and num_attention_heads ({heads!r}) must be whole numbers from 1"
+        )
+    return hidden_size // heads
 
 
 def _text_model(document: Mapping[str, Any], model_type: str) -> Mapping[str, Any]:
@@ -111,14 +187,15 @@ def _text_model(document: Mapping[str, Any], model_type: str) -> Mapping[str, An
     return dict(text) | {key: document[key] for key in outer if key in document}
 
 
-def _rope(text: Mapping[str, Any], partial_by_default: float) -> dict[str, Any]:
+def _rope(table: _WithDefaults, partial_by_default: float) -> dict[str, Any]:
     """Both spellings: `rope_parameters` (Transformers 5), or `rope_theta` beside `rope_scaling`."""
+    text = table.text
     merged = {key: text[key] for key in ("rope_theta", "partial_rotary_factor") if key in text}
-    for table in ("rope_scaling", "rope_parameters"):
-        merged |= _either(text, table, {})
+    for group in ("rope_scaling", "rope_parameters"):
+        merged |= _either(text, group, {})
     kind = _either(merged, "rope_type", _either(merged, "type", "default"))
     rope: dict[str, Any] = {
-        "theta": _get(merged, "rope_theta"),
+        "theta": _either(merged, "rope_theta", None) or table.rope_theta(),
         "partial_rotary_factor": _either(merged, "partial_rotary_factor", partial_by_default),
     }
     if kind == "llama3":
@@ -127,15 +204,6 @@ def _rope(text: Mapping[str, Any], partial_by_default: float) -> dict[str, Any]:
         # Multimodal RoPE gives text tokens the same angle on all axes: it is plain RoPE for them.
         raise ArchitectureError(f"RoPE of type {kind!r} is not implemented, only 'default' and 'llama3'")
     return rope
-
-
-def _layer_types(text: Mapping[str, Any], layers: int) -> tuple[str, ...]:
-    if "layer_types" in text:
-        return tuple(text["layer_types"])
-    interval = _get(text, "full_attention_interval")
-    return tuple(
-        "linear_attention" if (index + 1) % interval else "full_attention" for index in range(layers)
-    )
 
 
 def _only_full_attention(text: Mapping[str, Any]) -> None:

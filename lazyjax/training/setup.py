@@ -21,9 +21,9 @@ import jax
 from rich.console import Console
 
 from lazyjax.config import Config, ConfigError, DataConfig
-from lazyjax.data.chat import Tokenizer, load_tokenizer, padding_token_id
+from lazyjax.data.chat import Tokenizer, end_of_turn_id, largest_token_id, load_tokenizer, padding_token_id
 from lazyjax.data.loader import Loader, Settings
-from lazyjax.data.sources import open_source
+from lazyjax.data.sources import open_source, problems_folder
 from lazyjax.data.split import sample_rows, split_rows
 from lazyjax.data.tokens import tokenize
 from lazyjax.execution.executor import Executor, StepResult
@@ -192,13 +192,20 @@ class Prepared:
     store: HostStore
     checkpoint: Checkpoint | None
     tokenizer: Tokenizer
+    tokenizer_folder: pathlib.Path
     folder: RunFolder
 
     def save_model(self) -> pathlib.Path:
         """Writes the model as it is now, with its tokenizer, into the run folder."""
-        export(self.folder.model, self.template, self.store, self.checkpoint)
-        if self.checkpoint is None:
-            self.tokenizer.save_pretrained(self.folder.model)
+        stop = end_of_turn_id(self.tokenizer)
+        export(
+            self.folder.model,
+            self.template,
+            self.store,
+            self.checkpoint,
+            tokenizer_folder=self.tokenizer_folder,
+            stop_token_ids=[] if stop is None else [stop],
+        )
         return self.folder.model
 
 
@@ -225,12 +232,13 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         spec, optimizer, gradient_dtype=config.optimizer.gradient_dtype, devices=mesh.size
     )
     _check_host_memory(state_bytes, optimizer.name)
-    tokenizer_folder = config.data.tokenizer or config.model.folder
+    tokenizer_folder = config.data.tokenizer or config.model.folder or problems_folder()
     tokenizer = load_tokenizer(tokenizer_folder)
-    if len(tokenizer) > spec.vocabulary_size:
+    if largest_token_id(tokenizer) >= spec.vocabulary_size:
         raise SetupError(
-            f"the tokenizer of {tokenizer_folder or 'the package'} has {len(tokenizer)} tokens, "
-            f"{spec.name} only {spec.vocabulary_size}: set data.tokenizer to the model's own"
+            f"the tokenizer of {tokenizer_folder} has {len(tokenizer)} tokens with ids up to "
+            f"{largest_token_id(tokenizer)}, {spec.name} only {spec.vocabulary_size} (ids below that): set "
+            f"data.tokenizer to the model's own"
         )
     batches = read_batches(config.data, tokenizer, config.training.evaluate_rows)
     course = make_course(config, batches.training)
@@ -292,7 +300,7 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         after_step=after_step,
     )
     try:
-        yield Prepared(trainer, template, store, checkpoint, tokenizer, folder)
+        yield Prepared(trainer, template, store, checkpoint, tokenizer, tokenizer_folder, folder)
     finally:
         executor.close()
         updates.close()

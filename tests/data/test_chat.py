@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from lazyjax.data import chat
 from lazyjax.data.sources import DataError, Message
+from lazyjax.huggingface.tensor_files import CheckpointError
 
 #: The thinking parts of Qwen3's and Qwen3.5's templates: an empty block for a last turn without thinking
 #: (and in the prompt when thinking is off), none in earlier turns.
@@ -175,10 +177,29 @@ def test_fingerprints_tell_tokenizers_and_templates_apart(shipped: Any, thinking
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Any) -> None:
-    with pytest.raises(DataError, match="no such tokenizer folder"):
+    with pytest.raises(CheckpointError, match="no such tokenizer folder"):
         chat.load_tokenizer(tmp_path / "none")
-    with pytest.raises(DataError, match="no tokenizer can be loaded"):
+    with pytest.raises(CheckpointError, match=r"holds no tokenizer\.json"):
         chat.load_tokenizer(tmp_path)
+
+
+def test_ids_may_have_gaps(shipped: Any, tmp_path: Any) -> None:
+    assert chat.largest_token_id(shipped) == 2047
+    shipped.save_pretrained(tmp_path)
+    words = json.loads((tmp_path / "tokenizer.json").read_text())
+    [last] = [token for token, number in words["model"]["vocab"].items() if number == 2047]
+    words["model"]["vocab"][last] = 5000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    gap = chat.load_tokenizer(tmp_path)
+    assert (len(gap), chat.largest_token_id(gap)) == (2048, 5000)
+
+
+def test_the_token_that_ends_a_turn(shipped: Any, plain: Any) -> None:
+    assert chat.end_of_turn_id(shipped) == shipped.convert_tokens_to_ids("<|im_end|>")
+    assert chat.end_of_turn_id(plain) == plain.eos_token_id
+    plain.chat_template = "{% for m in messages %}{{ '# ' + m.role + '\n' + m.content + '\n' }}{% endfor %}"
+    plain.chat_template += "{% if add_generation_prompt %}{{ '# assistant\n' }}{% endif %}"
+    assert chat.end_of_turn_id(plain) is None
 
 
 def test_encoding_nothing_gives_nothing(shipped: Any) -> None:

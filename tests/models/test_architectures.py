@@ -1,6 +1,8 @@
 """Released sizes, and config.json files that are read or refused."""
 
 import pytest
+import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from lazyjax.huggingface.configs import to_hf_config
 from lazyjax.models.architecture import ArchitectureError
@@ -56,6 +58,10 @@ def llama(**keys):
     return to_hf_config(architecture("SmolLM2-135M")) | keys
 
 
+def qwen3(**keys):
+    return to_hf_config(architecture("Qwen3-0.6B")) | keys
+
+
 def without(table, key):
     return {name: value for name, value in table.items() if name != key}
 
@@ -65,15 +71,18 @@ def without(table, key):
     [
         (llama(model_type="gpt2"), "model_type 'gpt2' is not supported"),
         (without(llama(), "model_type"), "no model_type"),
-        (without(llama(), "hidden_size"), "no hidden_size"),
+        (llama(hidden_size=None), "no hidden_size"),
         (llama(hidden_act="gelu"), "hidden_act = 'gelu'"),
         (llama(attention_bias=True), "attention_bias = True"),
-        (llama(use_sliding_window=True), "use_sliding_window = True"),
+        (llama(mlp_bias=True), "mlp_bias = True"),
+        (qwen3(use_sliding_window=True), "use_sliding_window = True"),
+        (qwen3(attention_bias=True), "attention_bias = True"),
         (llama(layer_types=["sliding_attention"] * 30), "'sliding_attention'"),
         (llama(quantization_config={"bits": 4}), "quantization_config"),
         (llama(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "RoPE of type 'yarn'"),
         (llama(num_key_value_heads=2), "num_key_value_heads (2) must divide"),
         (llama(num_hidden_layers="many"), "num_hidden_layers"),
+        (without(llama(hidden_size="wide"), "head_dim"), "hidden_size ('wide')"),
         ({"model_type": "qwen3_5"}, "no text_config"),
     ],
 )
@@ -114,3 +123,44 @@ def test_layer_types_follow_from_the_interval():
     text = to_hf_config(architecture("Qwen3.6-27B"))
     shorter = without(text, "layer_types") | {"full_attention_interval": 4}
     assert parse_hf_config(shorter) == parse_hf_config(text)
+
+
+@pytest.mark.parametrize("name", ["SmolLM2-135M", "Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen3.6-27B"])
+def test_keys_left_out_are_what_transformers_takes(name):
+    whole = to_hf_config(architecture(name))
+    cls = transformers.CONFIG_MAPPING[whole["model_type"]]
+    #: The default of the first contradicts this model's value of the others.
+    together = {
+        "num_attention_heads": ("num_key_value_heads",),
+        "num_hidden_layers": ("layer_types",),
+        "rope_theta": ("rope_parameters",),
+    }
+    for left_out in sorted(whole.keys() - {"model_type"}):
+        keys = (left_out, *(together[left_out] if left_out in together else ()))
+        document = {key: value for key, value in whole.items() if key not in keys}
+        try:
+            theirs = cls(**document)
+            possible = theirs.num_attention_heads % theirs.num_key_value_heads == 0
+        except StrictDataclassError:
+            possible = False
+        if not possible:
+            with pytest.raises(ArchitectureError):
+                parse_hf_config(document)
+            continue
+        ours = parse_hf_config(document)
+        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps"):
+            assert getattr(ours, key) == getattr(theirs, key), left_out
+        for key in ("num_attention_heads", "num_key_value_heads", "tie_word_embeddings", "initializer_range"):
+            assert getattr(ours, key) == getattr(theirs, key), left_out
+        assert ours.rope.theta == theirs.rope_parameters["rope_theta"], left_out
+        if hasattr(theirs, "head_dim"):
+            assert ours.head_dim == theirs.head_dim, left_out
+        if ours.family == "qwen3_5":
+            assert list(ours.layer_types) == theirs.layer_types, left_out
+            assert ours.linear_num_value_heads == theirs.linear_num_value_heads, left_out
+
+
+def test_a_key_that_the_family_does_not_read_says_nothing():
+    document = to_hf_config(architecture("Qwen2.5-0.5B"))
+    silent = {"attention_bias": True, "mlp_bias": True, "attn_output_gate": False}
+    assert parse_hf_config(document | silent) == parse_hf_config(document)
