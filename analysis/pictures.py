@@ -1,0 +1,113 @@
+"""Figures of a sweep; each writes a PNG, or says that there is nothing to draw."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from analysis.runs import Run
+from analysis.sweeps import SweepRecords, curves
+
+Axis = Literal["step", "tokens", "seconds"]
+_LABELS = {"step": "step", "tokens": "tokens that are not padding", "seconds": "seconds of training"}
+
+
+def loss_figure(records: SweepRecords, axis: Axis, file: io.BytesIO) -> bool:
+    """Smoothed training loss of every trial, one colour a variant."""
+    figure, axes = _axes()
+    drawn = False
+    for number, variant in enumerate(records.variants):
+        for seed_number, (x, y) in enumerate(curves(variant, lambda run: _losses(run, axis))):
+            label = variant.name if seed_number == 0 else None
+            axes.plot(x, y, color=f"C{number % 10}", linewidth=1.2, alpha=0.8, label=label)
+            drawn = True
+    axes.set_xlabel(_LABELS[axis])
+    axes.set_ylabel("training loss, smoothed (measured)")
+    return drawn and _save(figure, file, axes)
+
+
+def metric_figure(records: SweepRecords, metric: str, file: io.BytesIO) -> bool:
+    """Mean and standard error of a metric by variant."""
+    means = [(variant.name, variant.mean(metric)) for variant in records.variants]
+    known = [(name, value) for name, value in means if value is not None]
+    if not known:
+        return False
+    figure, axes = _axes(height=0.4 * len(known) + 1.5)
+    names = [name for name, _ in known]
+    values = [value.mean for _, value in known]
+    errors = [value.standard_error if value.count > 1 else 0.0 for _, value in known]
+    axes.barh(range(len(known)), values, xerr=errors, height=0.6)
+    axes.set_yticks(range(len(known)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{metric} (measured)")
+    return _save(figure, file)
+
+
+def memory_figure(records: SweepRecords, file: io.BytesIO) -> bool:
+    """Tokens per second against peak device memory."""
+    figure, axes = _axes()
+    drawn = False
+    for number, variant in enumerate(records.variants):
+        speed, memory = variant.mean("tokens_per_second"), variant.mean("peak_device_bytes")
+        if speed is None or memory is None:
+            continue
+        axes.plot([memory.mean / 2**20], [speed.mean], "o", color=f"C{number % 10}", label=variant.name)
+        drawn = True
+    axes.set_xlabel("peak device memory, MiB (measured)")
+    axes.set_ylabel("tokens/s (measured)")
+    return drawn and _save(figure, file, axes)
+
+
+def prediction_figure(records: SweepRecords, file: io.BytesIO) -> bool:
+    """Simulated against measured seconds of a step."""
+    rows = records.step_seconds()
+    if not rows:
+        return False
+    figure, axes = _axes()
+    for number, (name, simulated, measured) in enumerate(rows):
+        axes.plot([measured], [simulated], "o", color=f"C{number % 10}", label=name)
+    most = max(max(row[1:]) for row in rows) * 1.05
+    axes.plot([0, most], [0, most], color="0.6", linewidth=0.8)
+    axes.set_xlabel("seconds of a step (measured)")
+    axes.set_ylabel("seconds of a step (simulated)")
+    return _save(figure, file, axes)
+
+
+def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
+    """Exponential mean without the bias of its start."""
+    result, mean, share = [], 0.0, 0.0
+    for value in values:
+        mean = weight * mean + (1 - weight) * value
+        share = weight * share + (1 - weight)
+        result.append(mean / share)
+    return result
+
+
+def _losses(run: Run, axis: Axis) -> tuple[Sequence[float], Sequence[float]]:
+    x, y, tokens, seconds = [], [], 0.0, 0.0
+    for step in run.steps:
+        tokens += step["real_tokens"]
+        seconds += step["step_seconds"]
+        if step["loss"] is not None:
+            x.append({"step": step["step"], "tokens": tokens, "seconds": seconds}[axis])
+            y.append(step["loss"])
+    return x, smoothed(y)
+
+
+def _axes(height: float = 4.2) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(7, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Figure, file: io.BytesIO, axes: Any = None) -> bool:
+    if axes is not None:
+        axes.legend(fontsize=8, frameon=False)
+    figure.savefig(file, dpi=110, format="png")
+    return True

@@ -1,0 +1,235 @@
+"""Reads the folder of a sweep: its trials, how they ended, and their figures by variant and seed.
+
+Needs the files of the folder only (see `experiments/sweeping/folder.py` for what they are).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from analysis.runs import Run, RunError, read_run
+from analysis.statistics import Mean, Paired, kendall_tau, mean, paired
+
+#: Entries of summary.json that stand beside each other: what a step took, and what it was simulated to take.
+MEASURED_SECONDS = "median_step_seconds"
+SIMULATED_SECONDS = "predicted_step_seconds"
+
+
+class SweepError(ValueError):
+    """A folder that holds no readable sweep, or runs that must not stand in one table."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trial:
+    """One trial: `state` as in the sweep's table, `run` its records where it has any."""
+
+    name: str
+    seed: int
+    digest: str
+    state: str
+    message: str
+    run: Run | None
+
+    def figure(self, name: str) -> float | None:
+        """An entry of summary.json as a number; None where the trial has none."""
+        summary = None if self.run is None else self.run.summary
+        if self.state != "succeeded" or summary is None or name not in summary or summary[name] is None:
+            return None
+        return float(summary[name])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variant:
+    """All seeds of one variant."""
+
+    name: str
+    trials: tuple[Trial, ...]
+
+    def by_seed(self, figure: str) -> dict[int, float]:
+        """Seed -> an entry of summary.json, for the trials that have it."""
+        pairs = ((trial.seed, trial.figure(figure)) for trial in self.trials)
+        return {seed: value for seed, value in pairs if value is not None}
+
+    def mean(self, figure: str) -> Mean | None:
+        """Mean over the seeds; None where no trial has the figure."""
+        values = list(self.by_seed(figure).values())
+        return mean(values) if values else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SweepRecords:
+    """A sweep folder."""
+
+    folder: pathlib.Path
+    name: str
+    baseline: str
+    metrics: tuple[str, ...]
+    variants: tuple[Variant, ...]
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """All trials, in the order of the file."""
+        return tuple(trial for variant in self.variants for trial in variant.trials)
+
+    def variant(self, name: str) -> Variant:
+        """A variant by its name."""
+        return next(variant for variant in self.variants if variant.name == name)
+
+    def difference(self, variant: Variant, figure: str) -> Paired | None:
+        """Of a variant from the baseline, seed by seed."""
+        return paired(variant.by_seed(figure), self.variant(self.baseline).by_seed(figure))
+
+    def step_seconds(self) -> list[tuple[str, float, float]]:
+        """Variant, simulated and measured seconds of a step, where both are known."""
+        rows = []
+        for variant in self.variants:
+            simulated, measured = variant.mean(SIMULATED_SECONDS), variant.mean(MEASURED_SECONDS)
+            if simulated is not None and measured is not None:
+                rows.append((variant.name, simulated.mean, measured.mean))
+        return rows
+
+    def order_agreement(self) -> float:
+        """Kendall's tau of the variants' order by simulated and by measured step time."""
+        rows = self.step_seconds()
+        return kendall_tau([row[1] for row in rows], [row[2] for row in rows])
+
+
+def read_sweep(folder: pathlib.Path, *, mixed: bool = False) -> SweepRecords:
+    """Reads a sweep folder.
+
+    Args:
+        mixed: allows runs of different commits in one table.
+
+    Raises:
+        SweepError: no sweep there, a damaged file, or runs of different commits.
+    """
+    path = folder / "sweep.json"
+    described = _json(path)
+    variants: dict[str, list[Trial]] = {}
+    for entry in described["trials"]:
+        variants.setdefault(entry["name"], []).append(_trial(folder, entry))
+    records = SweepRecords(
+        folder,
+        described["name"],
+        described["compare"]["baseline"],
+        tuple(described["compare"]["metrics"]),
+        tuple(Variant(name, tuple(trials)) for name, trials in variants.items()),
+    )
+    if not mixed:
+        check_one_commit([trial.run for trial in records.trials if trial.run is not None])
+    return records
+
+
+def check_one_commit(runs: Sequence[Run]) -> None:
+    """Figures of different sources are not comparable.
+
+    Raises:
+        SweepError: naming the commits and a run of each.
+    """
+    commits = {str(run.summary["commit"]): run.folder.name for run in runs if run.summary is not None}
+    if len(commits) > 1:
+        words = ", ".join(f"{commit} ({name})" for commit, name in sorted(commits.items()))
+        raise SweepError(f"runs of different commits: {words}; --mixed puts them into one table all the same")
+
+
+def markdown_table(records: SweepRecords) -> str:
+    """One row per variant: mean and standard error of each metric, and the difference from the baseline."""
+    header = ["variant", "seeds"]
+    for metric in records.metrics:
+        header += [f"{metric} (measured)", f"difference from {records.baseline}, 95 %"]
+    simulated = bool(records.step_seconds())
+    if simulated:
+        header += ["step s (measured)", "step s (simulated)"]
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for variant in records.variants:
+        succeeded = [trial for trial in variant.trials if trial.state == "succeeded"]
+        cells = [variant.name, f"{len(succeeded)} of {len(variant.trials)}"]
+        if not succeeded:
+            first = variant.trials[0]
+            words = first.message.replace("|", "\\|").splitlines()
+            cells.append(": ".join([first.state, *words[:1]]))
+            cells += [""] * (len(header) - len(cells))
+            lines.append("| " + " | ".join(cells) + " |")
+            continue
+        for metric in records.metrics:
+            cells += [mean_text(variant.mean(metric)), paired_text(records.difference(variant, metric))]
+        if simulated:
+            cells += [mean_text(variant.mean(name)) for name in (MEASURED_SECONDS, SIMULATED_SECONDS)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def mean_text(value: Mean | None) -> str:
+    """Mean and standard error, four digits."""
+    if value is None:
+        return "-"
+    if value.count == 1:
+        return f"{value.mean:.4g}"
+    return f"{value.mean:.4g} ± {value.standard_error:.2g}"
+
+
+def paired_text(value: Paired | None) -> str:
+    """A difference and its interval."""
+    if value is None:
+        return "-"
+    if value.count == 1:
+        return f"{value.mean:+.3g} (one pair)"
+    return f"{value.mean:+.3g} [{value.low:+.3g}, {value.high:+.3g}]"
+
+
+def csv_lines(records: SweepRecords) -> list[list[str]]:
+    """One line per trial, with every number of its summary."""
+    figures = sorted(
+        {
+            key
+            for trial in records.trials
+            if trial.run is not None and trial.run.summary is not None
+            for key, value in trial.run.summary.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+    )
+    lines = [["variant", "seed", "state", "digest", *figures]]
+    for trial in records.trials:
+        values = [trial.figure(name) for name in figures]
+        cells = ["" if value is None else repr(value) for value in values]
+        lines.append([trial.name, str(trial.seed), trial.state, trial.digest, *cells])
+    return lines
+
+
+def curves(
+    variant: Variant, across: Callable[[Run], tuple[Sequence[float], Sequence[float]]]
+) -> list[tuple[Sequence[float], Sequence[float]]]:
+    """x and y of every seed's curve."""
+    return [across(trial.run) for trial in variant.trials if trial.run is not None and trial.run.steps]
+
+
+def _trial(folder: pathlib.Path, entry: dict[str, Any]) -> Trial:
+    state, message = "planned", ""
+    outcome = folder / "outcomes" / f"{entry['digest']}.json"
+    if entry["problem"] is not None:
+        state, message = "failed", entry["problem"]
+    elif outcome.exists():
+        values = _json(outcome)
+        state, message = values["state"], values["message"]
+    path = folder / "trials" / entry["folder"]
+    run = None
+    if (path / "metrics.jsonl").exists():
+        try:
+            run = read_run(path)
+        except RunError as error:
+            raise SweepError(str(error)) from error
+    return Trial(entry["name"], entry["seed"], entry["digest"], state, message, run)
+
+
+def _json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SweepError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise SweepError(f"{path}: not JSON ({error})") from error
+    return values
