@@ -31,9 +31,24 @@ install_import_hook("lazyjax", "beartype.beartype")
 jax.config.update("jax_platforms", "cpu")
 
 hypothesis.settings.register_profile(
-    "lazyjax", max_examples=25, deadline=None, derandomize=True, database=None, print_blob=True
+    "lazyjax",
+    max_examples=25,
+    deadline=None,
+    # A health check of the clock: on a busy machine drawing examples takes as long as it takes.
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    derandomize=True,
+    database=None,
+    print_blob=True,
 )
 hypothesis.settings.load_profile("lazyjax")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Plans of the user's cache, or of another worker's test, decide nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 #: Every kernel that XLA:CPU compiles takes dozens of memory maps; Linux allows a process 65,530, and

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
+from collections.abc import Callable
 
 import pytest
 
@@ -79,17 +77,50 @@ def test_only_what_overlaps_with_compute_delays_it() -> None:
     assert contended_period(simulation, Contention(0.0, 0.0)) == 6.0
 
 
+class _Clock:
+    """Time that passes only where something runs; a thread runs while its starter waits for it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        clock = self
+
+        class Thread:
+            def __init__(self, target: Callable[..., object], args: tuple[object, ...]) -> None:
+                self._run = lambda: target(*args)
+
+            def start(self) -> None:
+                self._started = clock.now
+
+            def join(self) -> None:
+                joined, clock.now = clock.now, self._started
+                self._run()
+                clock.now = max(clock.now, joined)
+
+        self.Thread = Thread
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class _Resource:
+    """Serves one caller at a time."""
+
+    def __init__(self, clock: _Clock) -> None:
+        self._clock, self._free_at = clock, 0.0
+
+    def use(self, seconds: float) -> None:
+        self._free_at = max(self._clock.now, self._free_at) + seconds
+        self._clock.now = self._free_at
+
+
 @pytest.mark.parametrize("shared", [True, False])
-def test_what_shares_a_resource_costs_its_whole_time_and_what_does_not_costs_nothing(shared: bool) -> None:
-    lock = threading.Lock()
-
-    def compute() -> None:
-        with lock:
-            time.sleep(0.02)
-
-    def beside() -> None:
-        with lock if shared else contextlib.nullcontext():
-            time.sleep(0.02)
-
-    share = calibration._lost_share(compute, beside, repeats=3)
-    assert share > 0.7 if shared else share < 0.3
+def test_what_shares_a_resource_costs_its_whole_time_and_what_does_not_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    clock = _Clock()
+    monkeypatch.setattr(calibration, "time", clock)
+    monkeypatch.setattr(calibration, "threading", clock)
+    device = _Resource(clock)
+    host = device if shared else _Resource(clock)
+    share = calibration._lost_share(lambda: device.use(0.02), lambda: host.use(0.03), repeats=3)
+    assert share == pytest.approx(1.0 if shared else 0.0)

@@ -6,13 +6,14 @@ import os
 import pathlib
 import re
 import shutil
-import time
+import types
 
 import jax
 import pytest
 from rich.console import Console
 
 from lazyjax.cli import main
+from lazyjax.hardware import measure
 from lazyjax.hardware.measure import (
     MatrixShape,
     MeasureOptions,
@@ -32,9 +33,20 @@ from tests import tiny
 MIB = 2**20
 
 
-def test_median_waits_and_ignores_the_first_run() -> None:
-    naps = iter((0.2, 0.01, 0.01, 0.01))
-    assert 0.01 <= median_seconds(lambda: time.sleep(next(naps)), 3) < 0.1
+def test_median_waits_and_ignores_the_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of its own: only runs take time."""
+    now, waited = 0.0, []
+    durations = iter((9.0, 3.0, 1.0, 2.0))
+
+    def run() -> float:
+        nonlocal now
+        now += next(durations)
+        return now
+
+    monkeypatch.setattr(measure, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(measure.jax, "block_until_ready", waited.append)
+    assert median_seconds(run, 3) == 2.0
+    assert waited == [9.0, 12.0, 13.0, 15.0]
 
 
 def test_matmul_rate_is_flops_over_time_and_not_dispatch_time() -> None:

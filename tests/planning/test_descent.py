@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import time
 
 import numpy as np
 import pytest
@@ -80,7 +79,7 @@ def test_descent_fits_never_loses_and_comes_close_to_brute_force():
         fitting = plans[program.replay.excess(completed) <= 0]
         starts = [*fitting[:1], *plans[:2]]
         for position, start in enumerate(starts):
-            found = descend(program.replay, start, time.monotonic() + 20)
+            found = descend(program.replay, start, math.inf)
             if found is None:
                 assert position or not len(fitting)
                 continue
@@ -108,7 +107,7 @@ def test_descent_brings_memory_within_capacity():
         tight = WindowModel(dataclasses.replace(roomy, capacity=capacity))
         replay = BatchReplay(tight, memory_rows(tight))
         if replay.excess(tight.choices.complete(plans[richest][None]))[0] > 0:
-            found += descend(replay, plans[richest], time.monotonic() + 20) is not None
+            found += descend(replay, plans[richest], math.inf) is not None
     assert found >= 9
 
 
@@ -125,7 +124,7 @@ def test_plans_are_tidied_and_room_is_made_in_the_same_time(lower, measure):
         fitting = plans[replay.excess(model.choices.complete(plans)) <= 0]
         if not len(fitting):
             continue
-        lowered = lower(replay, fitting[0], time.monotonic() + 20)
+        lowered = lower(replay, fitting[0], math.inf)
         before, after = (model.choices.complete(values[None]) for values in (fitting[0], lowered))
         assert replay.excess(after)[0] == 0
         assert window_period(model, lowered) <= window_period(model, fitting[0]) * (1 + 1e-6)

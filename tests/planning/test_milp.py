@@ -1,6 +1,7 @@
 """The program against brute force, the replay and the schedule's own count of memory."""
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -13,7 +14,8 @@ from experiments.benchmarks.planner_exactness import (
     random_problem,
 )
 from lazyjax.planning.batch_replay import BatchReplay
-from lazyjax.planning.milp import Program, memory_shortfall, solve, solvers, window_period
+from lazyjax.planning.milp import Program, memory_shortfall, solvers, window_period
+from lazyjax.planning.milp import solve as solve_within
 from lazyjax.planning.plan import PlanError
 from lazyjax.planning.schedule import Kind, build_schedule
 from lazyjax.planning.verify import state_bytes_per_tier
@@ -22,6 +24,8 @@ from lazyjax.planning.windows import WindowModel
 from lazyjax.specs import Tier
 from tests.planning.chains import random_plans
 
+#: Without a limit that a busy machine could reach: these programs take milliseconds.
+solve = functools.partial(solve_within, time_limit_seconds=600.0)
 #: HiGHS is optional (the extra `highs`); CBC comes with Python-MIP.
 _NEEDS_HIGHS = pytest.mark.skipif("HIGHS" not in solvers(), reason="the extra `highs` is not installed")
 SOLVERS = ["CBC", pytest.param("HIGHS", marks=_NEEDS_HIGHS)]

@@ -28,8 +28,8 @@ from lazyjax.specs import Tier
 from tests.tiny import template
 
 ROWS, TOKENS = 8, 64
-#: Seconds for searches whose gap does not matter.
-LIMIT = 3.0
+#: Seconds for a search: far more than any takes to be sure of its plan, so that no test depends on them.
+LIMIT = 600.0
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def plan_of(request, name):
 
 
 def test_the_plan_found_verifies_fits_and_beats_every_baseline_that_fits(request_):
-    found = find_plan(request_, time_limit_seconds=20.0)
+    found = find_plan(request_, time_limit_seconds=LIMIT)
     assert found.plan is not None
     assert found.gap <= 0.02
     verification = verify_for(request_, found.plan)
@@ -83,7 +83,7 @@ def test_plans_are_cached_by_content(request_, tmp_path, monkeypatch):
     plan, found = solve_cached(request_, tmp_path, time_limit_seconds=LIMIT)
     assert found is not None
     monkeypatch.setattr(command, "find_plan", None)
-    again, found = solve_cached(request_, tmp_path, time_limit_seconds=20.0)
+    again, found = solve_cached(request_, tmp_path, time_limit_seconds=LIMIT)
     assert found is None
     assert again == plan
     assert request_key(request_) != request_key(dataclasses.replace(request_, rows=4))
@@ -191,11 +191,11 @@ def test_damaged_plans_of_the_cache_are_solved_again(request_, tmp_path, damage)
 
 def test_an_unsure_plan_of_the_cache_is_solved_again_where_there_is_more_time(request_, tmp_path):
     plan, _ = solve_cached(request_, tmp_path, time_limit_seconds=LIMIT)
-    prediction = plan.prediction.model_copy(update={"gap": 0.4, "solve_seconds": 2.0})
+    prediction = plan.prediction.model_copy(update={"gap": 0.4, "solve_seconds": 200.0})
     cache.store(tmp_path, request_key(request_), plan.model_copy(update={"prediction": prediction}))
-    _, found = solve_cached(request_, tmp_path, time_limit_seconds=2.5)
+    _, found = solve_cached(request_, tmp_path, time_limit_seconds=250.0)
     assert found is None
-    again, found = solve_cached(request_, tmp_path, time_limit_seconds=5.0)
+    again, found = solve_cached(request_, tmp_path, time_limit_seconds=500.0)
     assert found is not None
     assert again.prediction.period_seconds <= plan.prediction.period_seconds * (1 + 1e-6)
 
