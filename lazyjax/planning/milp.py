@@ -3,40 +3,34 @@
 Every resource serves its operations in a fixed order, so a start time is a continuous variable
 and each wait is one linear row (design: `t[w+1] >= t[w] + seconds`). The period T closes the ring
 from one step to the next; its minimum for given decisions is the largest ratio of seconds to
-steps over all cycles of the schedule, which is what a replay settles to. Python-MIP with CBC,
-or HiGHS where a library for it is installed.
+steps over all cycles of the schedule, which is what a replay settles to. Solved in a process of its
+own (`lazyjax.planning.solver`); where that fails, descent and replay go on without it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib.util
-import logging
 import math
-import os
-import pathlib
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from lazyjax.planning.batch_replay import BatchReplay
 from lazyjax.planning.descent import descend, make_room, tidy
-from lazyjax.planning.plan import Plan
+from lazyjax.planning.linear import Answer, LinearProgram, Question, Sense
+from lazyjax.planning.plan import LayerPlan, Plan
 from lazyjax.planning.problem import Affine, Problem
 from lazyjax.planning.rounding import Binaries, carry_round
 from lazyjax.planning.simulate import simulate
+from lazyjax.planning.solver import SolverFailure, SolverProcess, shared_process, solvers
 from lazyjax.planning.window_memory import SOLVER_TOLERANCE, memory_rows, usable_bytes
 from lazyjax.planning.windows import WindowModel, window_schedule
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
 
-_HIGHS_LIBRARY = "PMIP_HIGHS_LIBRARY"
-#: HiGHS keeps one pool of threads per process and refuses another number later.
-_THREADS = 2
+#: Seconds for a linear relaxation (27B: 1 s), after which it does without.
+_RELAX_SECONDS = 30.0
 #: Units of time in a rough period. Solvers drop durations of less than about 1e-6 units, and are slow
 #: where units are much smaller than what they decide about; the exact number is for fixed decisions.
 _TIME_UNITS, _EXACT_TIME_UNITS = 4e2, 4e6
@@ -70,11 +64,6 @@ class Solution:
         if self.plan is None:
             return math.inf
         return max(0.0, (self.period_seconds - self.bound_seconds) / self.period_seconds)
-
-
-def solvers() -> tuple[str, ...]:
-    """Solvers at hand, the preferred one first."""
-    return ("HIGHS", "CBC") if _highs_library() else ("CBC",)
 
 
 def solve(
@@ -140,12 +129,13 @@ class Program:
     """The program of one problem: relaxed for a bound, descended from for a plan, branched for both.
 
     Times are in small parts of a rough period and bytes in units of the smallest memory, so that the
-    solver's tolerances mean the same for every model.
+    solver's tolerances mean the same for every model. Where the solver fails, `failures` says how.
 
     Args:
         solver: `CBC` or `HIGHS`; the preferred one by default.
         timed: whether there are start times; without them only memory is asked for.
         time_units: units of time in a rough period.
+        process: that solves; by default the one that everybody shares.
     """
 
     def __init__(
@@ -155,16 +145,16 @@ class Program:
         *,
         timed: bool = True,
         time_units: float = _TIME_UNITS,
+        process: SolverProcess | None = None,
     ) -> None:
-        self.mip = _import_mip()
         self.problem = problem
         self.model = WindowModel(problem)
         self.rows = memory_rows(self.model)
         self.replay = BatchReplay(self.model, self.rows)
         self.solver = solver or solvers()[0]
-        self.program = self.mip.Model(solver_name=self.solver)
-        self.program.verbose = 0
-        self.program.threads = _THREADS
+        self.process = process or shared_process()
+        self.failures: list[str] = []
+        self.program = LinearProgram()
         self.byte_unit = float(min([size for size in problem.capacity.values() if size], default=1))
         self._decide()
         self.binaries = self.variables[: self.model.choices.binaries]
@@ -176,7 +166,7 @@ class Program:
 
     def _decide(self) -> None:
         choices = self.model.choices
-        self.variables = [self.program.add_var(var_type=self.mip.BINARY) for _ in range(choices.binaries)]
+        self.variables = [self.program.add_column(upper=1.0, integral=True) for _ in range(choices.binaries)]
         self.scale = [1.0] * choices.binaries
         self.upper = [1.0] * choices.binaries
         for affine, right in choices.equalities():
@@ -188,7 +178,7 @@ class Program:
                 for part in (e.constant, *(c * self.scale[v] for v, c in e.terms.items()))
             )
             scale = self.byte_unit if largest > 1e3 else 1.0
-            variable = self.program.add_var(lb=0.0)
+            variable = self.program.add_column()
             for expression in expressions:
                 if expression.terms or expression.constant > 0:
                     terms = {**self._terms(expression, -1.0 / scale), variable: 1.0}
@@ -201,7 +191,7 @@ class Program:
         """No assignment makes `affine` larger."""
         return affine.constant + sum(max(0.0, c) * self.upper[v] for v, c in affine.terms.items())
 
-    def _terms(self, affine: Affine, factor: float = 1.0) -> dict[Any, float]:
+    def _terms(self, affine: Affine, factor: float = 1.0) -> dict[int, float]:
         """Columns of `factor` times an affine expression, without its constant."""
         return {
             self.variables[v]: coefficient * self.scale[v] * factor
@@ -209,11 +199,11 @@ class Program:
             if coefficient
         }
 
-    def _add(self, terms: dict[Any, float], constant: float, sense: str) -> None:
-        """Adds the row `terms + constant (sense) 0`; built whole, which is much faster than by operators."""
-        self.program.add_constr(self.mip.LinExpr(expr=terms, const=constant, sense=sense))
+    def _add(self, terms: Mapping[int, float], constant: float, sense: Sense) -> None:
+        """Adds the row `terms + constant (sense) 0`."""
+        self.program.add_row(terms, sense, -constant)
 
-    def _limit_memory(self, slack: Mapping[Tier, Any] | None = None) -> None:
+    def _limit_memory(self, slack: Mapping[Tier, int] | None = None) -> None:
         """Adds the capacity rows that can bind."""
         for row in self.rows:
             capacity = float(self.problem.capacity[row.tier])
@@ -228,17 +218,15 @@ class Program:
 
     def _hopeless(self) -> bool:
         """Whether a capacity cannot hold whatever is decided."""
-        return any(
-            -self._highest(row.bytes * -1.0) > self.problem.capacity[row.tier] for row in self.rows
-        )
+        return any(-self._highest(row.bytes * -1.0) > self.problem.capacity[row.tier] for row in self.rows)
 
     def _time(self, time_units: float) -> None:
         model = self.model
         rough = sum(max(0.0, operation.seconds.constant) for operation in model.operations)
         rough += sum(max((0.0, *operation.seconds.terms.values())) for operation in model.operations)
         self.time_unit = max(rough, 1e-12) / time_units
-        self.period = self.program.add_var(lb=0.0)
-        self.start = [self.program.add_var(lb=0.0) for _ in model.operations]
+        self.period = self.program.add_column()
+        self.start = [self.program.add_column() for _ in model.operations]
         # No plan worth having takes longer than everything after everything.
         self.horizon = 2 * rough / self.time_unit
         last: dict[Resource, int] = {}
@@ -260,13 +248,17 @@ class Program:
                 self._after(index, wait, previous=True)
         for resource, index in first.items():
             self._after(index, last[resource], previous=True)
-            total = Affine()
-            for operation in model.operations:
-                if operation.resource is resource:
-                    total += operation.seconds
+            total = self._total_seconds(resource)
             terms = {**self._terms(total, -1.0 / self.time_unit), self.period: 1.0}
             self._add(terms, -total.constant / self.time_unit, ">")
-        self.program.objective = self.mip.minimize(self.period)
+        self.program.objective = {self.period: 1.0}
+
+    def _total_seconds(self, resource: Resource) -> Affine:
+        total = Affine()
+        for operation in self.model.operations:
+            if operation.resource is resource:
+                total += operation.seconds
+        return total
 
     def _after(
         self, later: int, earlier: int, *, previous: bool = False, condition: Affine | None = None
@@ -281,16 +273,34 @@ class Program:
             terms[self.period] = 1.0
         self._add(terms, duration.constant, ">")
 
+    def _ask(self, question: Question) -> Answer | None:
+        """The solver's answer; None, and one more of `failures`, where it has none."""
+        try:
+            return self.process.solve(self.program, question)
+        except SolverFailure as failure:
+            self.failures.append(str(failure))
+            return None
+
+    def _binaries_of(self, answer: Answer) -> Binaries:
+        assert answer.values is not None
+        return np.array([answer.values[column] for column in self.binaries])
+
     def relax(self) -> float:
-        """Seconds that the linear relaxation takes, a bound; infinite where not even that fits."""
+        """Seconds that the linear relaxation takes, a bound; infinite where not even that fits.
+
+        Where the solver fails, what the busiest resource must do at least.
+        """
         if self.bound is None:
             self.bound = math.inf
             if not self._hopeless():
-                with _quiet():
-                    status = self.program.optimize(relax=True)
-                if status == self.mip.OptimizationStatus.OPTIMAL:
-                    self.bound = float(self.program.objective_value) * self.time_unit
-                    self.relaxed = np.array([variable.x for variable in self.binaries])
+                answer = self._ask(Question(self.solver, relaxed=True, max_seconds=_RELAX_SECONDS))
+                if answer is None or answer.status == "unknown":
+                    self.bound = max(
+                        -self._highest(self._total_seconds(resource) * -1.0) for resource in Resource
+                    )
+                elif answer.status != "infeasible":
+                    self.bound = answer.objective * self.time_unit
+                    self.relaxed = self._binaries_of(answer)
         return self.bound
 
     def descend(
@@ -305,6 +315,8 @@ class Program:
         found = None
         if self.relaxed is not None:
             found = descend(self.replay, carry_round(self.model.choices, self.relaxed), deadline)
+        elif self.bound is not None and self.bound < math.inf:
+            found = descend(self.replay, self._plainest(), deadline)
         best = math.inf if found is None else window_period(self.model, found)
         fitting = [values for values in starts if self._fits(values)]
         period, start = min(
@@ -315,6 +327,12 @@ class Program:
             better = descend(self.replay, fitting[start], deadline)
             found = fitting[start] if better is None else better
         return None if found is None else self._improved(found, deadline, enough_seconds)
+
+    def _plainest(self) -> Binaries:
+        """Every boundary kept on the device, nothing inside the layers: where no solver says better."""
+        settings = self.problem.settings
+        layers = tuple(LayerPlan(saved=dict(options[0])) for options in self.problem.saves)
+        return self.model.choices.encode(settings.model_copy(update={"layers": layers}))
 
     def _improved(self, values: Binaries, deadline: float, enough_seconds: float) -> Binaries:
         """Descent again and again with room made for it, until that gains nothing."""
@@ -346,7 +364,8 @@ class Program:
     ) -> tuple[Binaries | None, float]:
         """Branch and bound from `start`: the best assignment under the cutoff, and the proven bound.
 
-        The bound is infinite where nothing fits, and the cutoff where nothing fits below it.
+        The bound is infinite where nothing fits, and the cutoff where nothing fits below it. Where the
+        solver fails, it is the relaxation's, and `start` stays the best.
         """
         bound = self.relax()
         period = math.inf if start is None else window_period(self.model, start)
@@ -355,25 +374,24 @@ class Program:
         left_seconds = deadline - time.monotonic()
         if bound >= min(period * (1 - relative_gap), cutoff_seconds) or left_seconds <= 0:
             return start, bound
-        program, statuses = self.program, self.mip.OptimizationStatus
-        self.period.ub = min(cutoff_seconds / self.time_unit, self.mip.INF)
-        program.max_mip_gap = relative_gap
-        if start is not None:
-            program.start = list(zip(self.binaries, map(float, start), strict=True))
-        with _quiet():
-            status = program.optimize(max_seconds=max(0.1, left_seconds))
-        # Solvers forget their results when a column changes. No period is negative: what is said to be
-        # unbounded is infeasible.
-        infeasible = status in (statuses.INFEASIBLE, statuses.INT_INFEASIBLE, statuses.UNBOUNDED)
-        # With a plan in hand, CBC means that there is no better one.
-        found, proven = None, period
-        if not infeasible:
-            proven = float(program.objective_bound) * self.time_unit
-            if program.num_solutions:
-                found = np.array([float(round(variable.x)) for variable in self.binaries])
-        self.period.ub = self.mip.INF
-        if found is not None and window_period(self.model, found) < period:
-            start = found
+        known = {} if start is None else dict(zip(self.binaries, map(float, start), strict=True))
+        answer = self._ask(
+            Question(
+                self.solver,
+                bounds={self.period: (0.0, cutoff_seconds / self.time_unit)},
+                start=known,
+                relative_gap=relative_gap,
+                max_seconds=max(0.1, left_seconds),
+            )
+        )
+        if answer is None:
+            return start, bound
+        # With a plan in hand, CBC means by "infeasible" that there is no better one.
+        proven = period if answer.status == "infeasible" else answer.bound * self.time_unit
+        if answer.values is not None:
+            found = self._binaries_of(answer).round()
+            if window_period(self.model, found) < period:
+                start = found
         return start, max(bound, min(proven, cutoff_seconds))
 
     def objective(self, values: Binaries) -> float:
@@ -382,69 +400,54 @@ class Program:
         Asked of the same rows in finer units of time, so that no duration is too short to count.
         Infinite where the solver gives up.
         """
-        exact = Program(self.problem, self.solver, time_units=_EXACT_TIME_UNITS)
-        for variable, value in zip(exact.binaries, values, strict=True):
-            variable.lb = variable.ub = float(value)
-        return exact.relax()
+        exact = Program(self.problem, self.solver, time_units=_EXACT_TIME_UNITS, process=self.process)
+        for column, value in zip(exact.binaries, values, strict=True):
+            exact.program.lower[column] = exact.program.upper[column] = float(value)
+        answer = exact._ask(Question(self.solver, relaxed=True, max_seconds=_RELAX_SECONDS))
+        self.failures += exact.failures
+        if answer is None or answer.status != "optimal":
+            return math.inf
+        return answer.objective * exact.time_unit
 
     def leanest(self, time_limit_seconds: float) -> tuple[Binaries | None, dict[Tier, int]]:
-        """The assignment that lacks the fewest bytes, as shares of each capacity, and what it lacks."""
-        slack = {tier: self.program.add_var(lb=0.0) for tier in Tier}
+        """The assignment that lacks the fewest bytes, as shares of each capacity, and what it lacks.
+
+        Where the solver fails, that of descent.
+        """
+        slack = {tier: self.program.add_column() for tier in Tier}
         self._limit_memory(slack)
         # Relative to what there is; a tier of which there is nothing must not drown the others.
         least = self.byte_unit / 1e3
-        weight = {tier: self.byte_unit / max(least, float(self.problem.capacity[tier])) for tier in Tier}
-        self.program.objective = self.mip.minimize(self.mip.xsum(weight[tier] * slack[tier] for tier in Tier))
-        with _quiet():
-            self.program.optimize(max_seconds=time_limit_seconds)
-        if not self.program.num_solutions:
+        self.program.objective = {
+            slack[tier]: self.byte_unit / max(least, float(self.problem.capacity[tier])) for tier in Tier
+        }
+        answer = self._ask(Question(self.solver, max_seconds=time_limit_seconds))
+        if answer is None:
+            return self._leanest_by_descent(time_limit_seconds)
+        if answer.values is None:
             return None, {}
         # Less than this is the solver's tolerance.
         missing = {}
         for tier in Tier:
             capacity = self.problem.capacity[tier]
-            short = math.ceil(slack[tier].x * self.byte_unit - 1e-3)
+            short = math.ceil(answer.values[slack[tier]] * self.byte_unit - 1e-3)
             if short > 0:
                 # With so much more the row holds, tightened as it is.
                 needed = capacity + short
                 short = max(needed, math.ceil((needed - 0.5) / (1 - SOLVER_TOLERANCE))) - capacity
             missing[tier] = short
-        values = np.array([float(round(variable.x)) for variable in self.binaries])
+        values = self._binaries_of(answer).round()
         return values, {tier: value for tier, value in missing.items() if value > 1e-7 * self.byte_unit}
 
-
-def _highs_library() -> str | None:
-    """A HiGHS shared library that Python-MIP can load, if one is installed."""
-    if _HIGHS_LIBRARY in os.environ:
-        return os.environ[_HIGHS_LIBRARY]
-    spec = importlib.util.find_spec("highsbox")
-    if spec is None or spec.origin is None:
-        return None
-    found = sorted(pathlib.Path(spec.origin).parent.rglob("libhighs.*"))
-    return str(found[0]) if found else None
-
-
-def _import_mip() -> Any:
-    """Python-MIP, told where HiGHS is before it looks for it on import."""
-    library = _highs_library()
-    if library is not None:
-        os.environ[_HIGHS_LIBRARY] = library
-    logging.getLogger("mip").setLevel(logging.CRITICAL)
-    import mip
-
-    return mip
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps the solvers' own lines, written by native code, off the terminal."""
-    sys.stdout.flush()
-    saved = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)
-        os.close(nowhere)
+    def _leanest_by_descent(self, time_limit_seconds: float) -> tuple[Binaries | None, dict[Tier, int]]:
+        plainest = self._plainest()
+        found = descend(self.replay, plainest, time.monotonic() + time_limit_seconds)
+        if found is not None:
+            return found, {}
+        completed = self.model.choices.complete(plainest)
+        missing = {
+            tier: math.ceil(max(float(row.bytes.value(completed)) for row in self.rows if row.tier is tier))
+            - self.problem.capacity[tier]
+            for tier in Tier
+        }
+        return plainest, {tier: size for tier, size in missing.items() if size > 0}

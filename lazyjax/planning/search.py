@@ -22,6 +22,7 @@ from lazyjax.planning.question import Request, lean_problem, problem_of, setting
 from lazyjax.planning.rounding import Binaries
 from lazyjax.planning.schedule import build_schedule
 from lazyjax.planning.simulate import simulate
+from lazyjax.planning.solver import shared_process
 from lazyjax.planning.verify import PERIOD_TOLERANCE, VerificationError, state_bytes_per_tier, used_bytes
 from lazyjax.specs import Tier
 
@@ -63,6 +64,7 @@ class Found:
         bound_seconds: no plan of any setting looked at has a smaller period at layer granularity.
         shortfall_bytes: where nothing fits, what the nearest miss lacks per tier.
         seconds: spent.
+        failures: of the solver; the plan and the bound are then what can be had without it.
     """
 
     plan: Plan | None
@@ -71,6 +73,7 @@ class Found:
     bound_seconds: float
     shortfall_bytes: Mapping[Tier, int]
     seconds: float
+    failures: tuple[str, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -107,6 +110,11 @@ class _Search:
     def bound_seconds(self) -> float:
         """No plan of any candidate is faster."""
         return min([self.period_seconds, *(candidate.bound_seconds for candidate in self.candidates)])
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Of the solver, in any candidate's program."""
+        return tuple(failure for candidate in self.candidates for failure in candidate.program.failures)
 
     @property
     def target_seconds(self) -> float:
@@ -181,6 +189,7 @@ def find_plan(
     """
     begun = time.monotonic()
     deadline = begun + time_limit_seconds
+    shared_process().begin()
     search = _Search(relative_gap)
     # What the first look leaves out is looked at where nothing else has a plan.
     for everything in (False, True):
@@ -196,7 +205,8 @@ def find_plan(
             return _found(request, search, begun, deadline)
     attempts = tuple(candidate.attempt() for candidate in search.candidates)
     shortfall = nearest_miss([lean_problem(request, attempt.settings) for attempt in attempts])
-    return Found(None, attempts, math.inf, search.bound_seconds, shortfall, time.monotonic() - begun)
+    elapsed = time.monotonic() - begun
+    return Found(None, attempts, math.inf, search.bound_seconds, shortfall, elapsed, search.failures)
 
 
 def _relaxed_candidates(
@@ -223,6 +233,8 @@ def _relaxed_candidates(
         candidates.append(candidate)
         bound = candidate.bound_seconds
         fits = math.isfinite(bound)
+        for failure in program.failures:
+            progress(f"{failure}; going on without it")
         progress(f"{_name(settings)}: " + (f"at least {bound:.3f} s" if fits else "too large"))
     return sorted(candidates, key=lambda candidate: candidate.bound_seconds)
 
@@ -267,6 +279,7 @@ def _branch(
     own = search.best is not None and search.best[0] is candidate
     assert search.best is None or math.isfinite(search.period_seconds)
     start = search.best[1] if own and search.best is not None else None
+    known_failures = len(candidate.program.failures)
     values, bound = candidate.program.branch(
         start,
         # Elsewhere only what is better by more than the gap is of interest.
@@ -276,6 +289,8 @@ def _branch(
     )
     candidate.bound_seconds = max(candidate.bound_seconds, bound)
     candidate.tries += 1
+    for failure in candidate.program.failures[known_failures:]:
+        progress(f"{failure}; going on without it")
     if values is not None:
         search.offer(candidate, values)
     best = f"{search.period_seconds:.3f} s" if search.best is not None else "no plan yet"
@@ -295,7 +310,8 @@ def _found(request: Request, search: _Search, begun: float, deadline: float) -> 
     plan = tune(request, decided, max(deadline, time.monotonic() + _TUNE_SECONDS))
     elapsed = time.monotonic() - begun
     attempts = tuple(candidate.attempt() for candidate in search.candidates)
-    found = Found(plan, attempts, period, min(period, search.bound_seconds), {}, elapsed)
+    failures = search.failures
+    found = Found(plan, attempts, period, min(period, search.bound_seconds), {}, elapsed, failures)
     assert plan.prediction is not None
     prediction = plan.prediction.model_copy(
         update={"bound_seconds": found.bound_seconds, "gap": found.gap, "solve_seconds": elapsed}

@@ -319,7 +319,7 @@ class Replanner:
         limit = self._time_limit_seconds
         say(f"planning again after step {step} from measured times, for about {limit:g} s at most")
         try:
-            outcome = replan(self._request, costs, executor, step=step, time_limit_seconds=limit)
+            outcome = replan(self._request, costs, executor, step=step, time_limit_seconds=limit, say=say)
         except VerificationError as error:
             # The running plan was verified; a run does not end for want of a better one.
             say(f"planning again failed ({error}); the plan stays")
@@ -390,11 +390,13 @@ def replan(
     *,
     step: int,
     time_limit_seconds: float = 20.0,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Replan | None:
     """Solves again under `costs`; a plan that is better by more than 3 % replaces the running one.
 
     Args:
         costs: measured, of microbatches as in the running plan.
+        say: told how the solver failed, where it did.
 
     Returns:
         What was found; None where no plan fits what the request allows.
@@ -408,6 +410,8 @@ def replan(
         request, costs=costs_of, microbatches=running.microbatches, handoff=running.handoff
     )
     found = find_plan(same, time_limit_seconds=time_limit_seconds, warm_starts=[running])
+    for failure in dict.fromkeys(found.failures):
+        say(f"{failure}; planned without it")
     if found.plan is None or found.plan.prediction is None:
         return None
     running_seconds = predict(same, running).period_seconds

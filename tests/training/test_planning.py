@@ -8,6 +8,7 @@ import io
 import json
 import math
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -24,7 +25,7 @@ from lazyjax.hardware.profile import load_profile
 from lazyjax.models.registry import build_template
 from lazyjax.optim.adamw import Fp32AdamW
 from lazyjax.optim.clipping import ClipRule
-from lazyjax.planning import command
+from lazyjax.planning import command, solver
 from lazyjax.planning.baselines import recompute_all
 from lazyjax.planning.costs import Costs, MeasuredKey, measured_key
 from lazyjax.planning.plan import load_plan
@@ -166,6 +167,22 @@ def test_a_run_goes_on_where_planning_again_fails_or_finds_nothing(fails, monkey
     assert "planning again after step 1" in said[0]
     assert ("operation 1 waits" in said[1]) == fails
     assert said[1].endswith("the plan stays")
+
+
+def test_a_run_plans_again_and_goes_on_though_the_solver_crashes(monkeypatch) -> None:
+    crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+    monkeypatch.setattr(solver, "COMMAND", [sys.executable, "-c", crash])
+    solver.shared_process().close()
+    replanner, said = Replanner(REQUEST, profile_costs(), after_steps=1, time_limit_seconds=2.0), list[str]()
+    with running() as executor:
+        batches = [reference.random_batch(step, ROWS, TOKENS, tiny.VOCABULARY) for step in (1, 2)]
+        result = executor.train_step(batches[0], RATE)
+        answer = replanner.after_step(1, executor, result.padded_tokens, said.append)
+        assert math.isfinite(executor.train_step(batches[1], RATE).loss)
+    solver.shared_process().close()
+    assert answer is not None
+    assert answer.plan.prediction is not None
+    assert any("SIGSEGV" in line for line in said)
 
 
 @pytest.fixture
