@@ -204,3 +204,14 @@ def test_shorter_sequences_run_under_the_same_plan(tmp_path: pathlib.Path) -> No
     with executor_for(MODEL, mixed_plan(MODEL, 3), tmp_path) as (executor, _):
         expected = float(reference.mean_loss(MODEL, reference.random_parameters(MODEL, seed=1), short))
         assert executor.train_step(short, 1e-3).loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_drive_serves_batches_of_several_lengths(tmp_path: pathlib.Path) -> None:
+    """Buckets change the length, and so the size of everything that passes through NVMe."""
+    parameters = reference.random_parameters(MODEL, seed=1)
+    with executor_for(MODEL, mixed_plan(MODEL, 3), tmp_path) as (executor, _):
+        assert "nvme" in {layer.boundary.value for layer in executor.plan.layers}
+        for length in (LENGTH, 9, 15, LENGTH):
+            batch = reference.random_batch(5, ROWS, length, tiny.VOCABULARY)
+            expected = float(reference.mean_loss(MODEL, parameters, batch))
+            assert executor.train_step(batch, 0.0).loss == pytest.approx(expected, rel=1e-6)
