@@ -19,9 +19,9 @@ Command = Callable[[Sequence[str]], None]
 
 def train(arguments: Sequence[str]) -> None:
     """Fine-tune: lazyjax train [CONFIG.yaml] [--model FOLDER] [--data FILE] [--GROUP.KEY VALUE ...]."""
-    from lazyjax.config import load_config
+    from lazyjax.config import load_command_line
 
-    config = load_config(*_split_config(arguments))
+    config = load_command_line(arguments)
     from lazyjax.training import setup
 
     setup.train(config, Console())
@@ -50,13 +50,6 @@ def profile(arguments: Sequence[str]) -> None:
 
     template = build_template(architecture(options.model))
     profile_machine(options.out, template, name=options.out.stem, nvme_folder=options.nvme_folder)
-
-
-def _split_config(arguments: Sequence[str]) -> tuple[pathlib.Path | None, Sequence[str]]:
-    """The configuration file, if the first argument is one, and the overrides."""
-    if arguments and not arguments[0].startswith("-"):
-        return pathlib.Path(arguments[0]), arguments[1:]
-    return None, arguments
 
 
 #: Imported inside each command: `lazyjax --help` must not wait for JAX.

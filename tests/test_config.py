@@ -5,7 +5,14 @@ import pathlib
 import pydantic
 import pytest
 
-from lazyjax.config import Config, ConfigError, dump_config, load_config
+from lazyjax.config import (
+    Config,
+    ConfigError,
+    dump_config,
+    load_command_line,
+    load_config,
+    with_absolute_paths,
+)
 
 MINIMAL = "model: {architecture: Qwen2.5-0.5B}\n"
 
@@ -69,24 +76,32 @@ def test_frozen(write):
         ("data: {rows: 1}\n", ["model", "folder", "architecture"]),
         ("model: {}\n", ["model:", "exactly one of folder"]),
         ("model: {folder: a, architecture: b}\n", ["model:", "exactly one of folder"]),
-        ("model: 3\n", ["model:", "folder", "it is 3"]),
+        ("model: 3\n", ["model:", "folder", "it is '3'"]),
         (MINIMAL + MINIMAL, ["key 'model' stands twice"]),
         (MINIMAL + "optimiser: {}\n", ["optimiser: unknown key; did you mean optimizer?"]),
         (MINIMAL + "data: {row: 4}\n", ["data.row: unknown key; did you mean data.rows?"]),
         (MINIMAL + "learning_rate: 1\n", ["did you mean optimizer.learning_rate?"]),
         (MINIMAL + "optimizer: {name: adam}\n", ["optimizer.name:", "'hybrid8bit'", "it is 'adam'"]),
         (MINIMAL + "optimizer: {learning_rate: fast}\n", ["optimizer.learning_rate:", "number", "'fast'"]),
-        (MINIMAL + "optimizer: {learning_rate: yes}\n", ["optimizer.learning_rate:", "truth value"]),
+        (
+            MINIMAL + "optimizer: {learning_rate: yes}\n",
+            ["optimizer.learning_rate:", "must be a number", "'yes'"],
+        ),
         (MINIMAL + "optimizer: {learning_rate: .nan}\n", ["optimizer.learning_rate:"]),
         (MINIMAL + "optimizer: {beta2: 1.0}\n", ["optimizer.beta2:", "less than 1"]),
         (MINIMAL + "data: {rows: 0}\n", ["data.rows:", "greater than 0"]),
-        (MINIMAL + "data: {rows: 2.5}\n", ["data.rows:", "integer", "2.5"]),
+        (MINIMAL + "data: {rows: 2.5}\n", ["data.rows:", "whole number", "2.5"]),
         (MINIMAL + "data: {rows: 5}\nplan: {microbatches: 2}\n", ["data.rows (5)", "plan.microbatches (2)"]),
         (MINIMAL + "training: {steps: 2, epochs: 1}\n", ["training:", "steps and epochs"]),
         (MINIMAL + "training: {steps: 2}\noptimizer: {warmup_steps: 2}\n", ["optimizer.warmup_steps (2)"]),
-        (MINIMAL + "plan: {planner: milp}\n", ["plan:", "hardware"]),
-        (MINIMAL + "plan: {device_bytes: 1e9}\n", ["plan:", "device_bytes", "milp"]),
-        (MINIMAL + "run: {name: a/b}\n", ["run.name:", "pattern"]),
+        (MINIMAL + "plan: {planner: megatrain, device_bytes: 1e9}\n", ["plan:", "device_bytes", "milp"]),
+        (MINIMAL + "run: {name: a/b}\n", ["run.name:", "letters, digits", "'a/b'"]),
+        (MINIMAL + "run: {name: ..}\n", ["run.name:", "one folder name", "'..'"]),
+        (MINIMAL + "? [a]\n: 1\n", ["not YAML", "a key must be one word"]),
+        ("model: {folder: ''}\n", ["model.folder:", "must not be empty"]),
+        ("model: {folder: ~nobody-at-all/x}\n", ["model.folder:", "home folder", "~nobody-at-all"]),
+        (MINIMAL + "data: {source: $NOT_SET_AT_ALL/x}\n", ["data.source:", "NOT_SET_AT_ALL is not set"]),
+        (MINIMAL + "run: {save_model: maybe}\n", ["run.save_model:", "true or false", "'maybe'"]),
     ],
 )
 def test_refusals_name_the_key(write, text, words):
@@ -108,7 +123,13 @@ def test_every_mistake_of_a_file_is_listed(write):
     [
         (["--optimizer.lerning-rate", "1"], ["command line", "did you mean optimizer.learning_rate?"]),
         (["--batching", "packed"], ["did you mean data.batching?"]),
-        (["--optimizer.learning-rate"], ["Missing value", "--optimizer.learning-rate"]),
+        (["--optimizer.learning-rate"], ["--optimizer.learning-rate needs a value"]),
+        (["--run.name", "--data.rows", "4"], ["--run.name needs a value"]),
+        (["--model"], ["--model needs a value"]),
+        (["--model", "a", "--model", "b"], ["--model is given twice (a, b)"]),
+        (["--model", "a", "--model.folder", "b"], ["--model and --model.folder exclude each other"]),
+        (["--data.rows", "4", "--data.rows=8"], ["--data.rows is given twice"]),
+        (["--random-weights"], ["--random-weights needs --model NAME"]),
         (["--optimizer.learning-rate", "1", "surplus"], ["'surplus'"]),
         (["--data.batching", "sorted"], ["data.batching:", "'bucketed'", "it is 'sorted'"]),
     ],
@@ -118,6 +139,82 @@ def test_refused_overrides(write, overrides, words):
         load_config(write(MINIMAL), overrides)
     for word in words:
         assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["5", "007", "12:30", "on", "null-hypothesis", "1e3", "2026-11-30"])
+def test_names_are_text_wherever_they_are_written(write, name):
+    assert load_config(None, ["--model", "m", "--run.name", name]).run.name == name
+    config = load_config(write(MINIMAL + f"run: {{name: {name}}}\n"))
+    assert config.run.name == name
+    assert load_config(write(dump_config(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("8", 8), ("8.0", 8), ("1e1", 10), ("0x10", None), ("1e-1", None), ("true", None)]
+)
+def test_whole_numbers_may_be_written_as_such(write, text, value):
+    if value is None:
+        with pytest.raises(ConfigError, match="must be a whole number"):
+            load_config(write(MINIMAL + f"data: {{rows: {text}}}\n"))
+    else:
+        assert load_config(write(MINIMAL + f"data: {{rows: {text}}}\n")).data.rows == value
+        assert load_config(None, ["--model", "m", "--data.rows", text]).data.rows == value
+
+
+def test_paths_expand_as_in_a_shell(write, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.setenv("DATA", "/data")
+    config = load_config(
+        write("model: {folder: ~/m}\ndata: {source: $DATA/rows.json, cache_folder: '${DATA}/c'}\n")
+    )
+    assert config.model.folder == pathlib.Path("/home/someone/m")
+    assert (config.data.source, config.data.cache_folder) == ("/data/rows.json", pathlib.Path("/data/c"))
+    assert load_config(None, ["--model", "~/m"]).model.folder == pathlib.Path("/home/someone/m")
+
+
+def test_a_record_means_the_same_from_everywhere(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text("")
+    (tmp_path / "problems").mkdir()
+    monkeypatch.chdir(tmp_path)
+    words = ["--data", "rows.jsonl", "--plan.hardware", "h200", "--run.folder", "out"]
+    config = with_absolute_paths(load_config(None, ["--model", "m", *words]))
+    assert config.model.folder == tmp_path / "m"
+    assert config.data.source == str(tmp_path / "rows.jsonl")
+    assert (config.plan.hardware, config.run.folder) == ("h200", tmp_path / "out")
+    assert with_absolute_paths(load_config(None, ["--model", "m"])).data.source == "problems"
+
+
+def test_random_weights_only_when_asked():
+    config = load_config(None, ["--model", "Qwen2.5-0.5B"])
+    assert (config.model.folder, config.model.architecture) == (pathlib.Path("Qwen2.5-0.5B"), None)
+    config = load_config(None, ["--model", "Qwen2.5-0.5B", "--random-weights"])
+    assert (config.model.folder, config.model.architecture) == (None, "Qwen2.5-0.5B")
+
+
+def test_the_file_may_stand_after_the_options(write):
+    path = write(MINIMAL)
+    assert load_command_line(["--data.rows", "3", str(path)]).data.rows == 3
+    assert load_command_line([str(path), "--data.rows", "3"]).data.rows == 3
+    with pytest.raises(ConfigError, match=r"'b\.yaml' belongs to no option"):
+        load_command_line(["a.yaml", "--data.rows", "3", "b.yaml"])
+
+
+def test_a_group_without_keys_is_its_defaults(write):
+    assert load_config(write(MINIMAL + "training:\n  # steps: 3\n")).training.epochs == 1.0
+
+
+def test_a_mistake_is_blamed_on_where_it_was_written(write):
+    path = write(MINIMAL + "data: {rows: none}\n")
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, ["--training.steps", "many"])
+    lines = sorted(line.strip() for line in str(raised.value).splitlines())
+    assert lines[0].startswith(f"{path}: data.rows: must be a whole number, it is 'none'")
+    assert lines[1].startswith("command line: training.steps: must be a whole number, it is 'many'")
+
+
+def test_a_folder_in_the_place_of_the_file_is_explained(tmp_path):
+    with pytest.raises(ConfigError, match="is a folder, not a configuration file; a model is --model FOLDER"):
+        load_command_line([str(tmp_path)])
 
 
 def test_missing_file_is_named(tmp_path):

@@ -42,6 +42,8 @@ from lazyjax.training.timed_costs import time_kernels, timed_costs, timed_rows
 
 #: Value of `plan.hardware` that stands for measuring the machine when training starts.
 CALIBRATE = "calibrate"
+#: The same, where timing the model's kernels takes seconds only.
+AUTO = "auto"
 #: The last steps before planning again whose operations are timed; the first steps compile.
 _TIMED_STEPS = 3
 _FROM_HOST = (Kind.FETCH, Kind.RELOAD)
@@ -60,7 +62,7 @@ def choose_plan(config: Config, template: ModelTemplate) -> Plan:
 
 
 class Choice(NamedTuple):
-    """The plan to start with, and the question it answers; None where no machine was named."""
+    """The plan to start with, and the question it answers; None where none was asked."""
 
     plan: Plan
     request: Request | None
@@ -98,7 +100,7 @@ def choose(
             plan = without_nvme(plan)
     _check_runs(plan, config, template, names)
     _verify_structure(plan, config, template)
-    if config.plan.hardware is None or config.plan.replan_after_steps is None:
+    if config.plan.replan_after_steps is None:
         return Choice(plan, None)
     return Choice(plan, make_request(config, template, kernels, console, microbatches=plan.microbatches))
 
@@ -117,7 +119,7 @@ def _solve(config: Config, request: Request, console: Console | None) -> Plan:
     """The planner's plan, or the one it found before; either fits and takes as long as it says."""
     seconds = config.plan.time_limit_seconds
     # Times that were just measured never come back exactly: there is nothing to find again.
-    folder = None if config.plan.hardware == CALIBRATE else cache.default_folder()
+    folder = None if config.plan.hardware in (CALIBRATE, AUTO) else cache.default_folder()
     say(console, f"planning: looking for the fastest plan, for {seconds:g} s or a little longer")
     plan, found = solve_cached(request, folder, time_limit_seconds=seconds, console=console)
     try:
@@ -164,8 +166,7 @@ def make_request(
         ProfileError: there is no such profile.
     """
     hardware = config.plan.hardware
-    assert hardware is not None
-    measured = hardware == CALIBRATE
+    measured = hardware in (CALIBRATE, AUTO)
     profile = _measured_profile(config, template, console) if measured else load_profile(hardware)
     if profile.devices != config.plan.devices:
         sources = {**profile.sources, "devices": "plan.devices of the configuration"}

@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lazyjax.config import Config, dump_config
+from lazyjax.config import Config, dump_config, with_absolute_paths
 from lazyjax.planning.plan import Plan
 from lazyjax.timeline import Timeline, write_perfetto
 
@@ -87,7 +87,8 @@ def create_run_folder(config: Config, model_name: str) -> RunFolder:
             raise RunFolderError(f"{path} is not empty; choose another run.name or move the folder away")
         resolved = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
         folder = RunFolder(path)
-        folder.write_config(resolved)
+        # A record repeats the run from every working directory.
+        folder.write_config(with_absolute_paths(resolved))
     except OSError as error:
         raise RunFolderError(f"{path}: cannot be written ({error.strerror})") from error
     return folder

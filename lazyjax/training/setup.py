@@ -29,10 +29,12 @@ from lazyjax.data.tokens import tokenize
 from lazyjax.execution.executor import Executor, StepResult
 from lazyjax.execution.host_update import HostUpdates
 from lazyjax.execution.kernels import Kernels, data_mesh
-from lazyjax.huggingface.checkpoint import Checkpoint, bind, load_into, open_checkpoint, read_json_table
+from lazyjax.huggingface import find
+from lazyjax.huggingface.checkpoint import Checkpoint, bind, load_into
 from lazyjax.huggingface.export import export
+from lazyjax.huggingface.find import open_model
 from lazyjax.models.architecture import Architecture
-from lazyjax.models.registry import architecture, build_template, init_parameters, parse_hf_config
+from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.base import HostOptimizer
 from lazyjax.optim.clipping import ClipRule
@@ -57,14 +59,9 @@ class SetupError(ValueError):
 def read_architecture(config: Config) -> tuple[Architecture, Checkpoint | None]:
     """The architecture to train, and the opened checkpoint where weights are given."""
     if config.model.folder is not None:
-        checkpoint = open_checkpoint(config.model.folder)
-        return parse_hf_config(checkpoint.config, name=config.model.folder.resolve().name), checkpoint
-    name = config.model.architecture
-    assert name is not None
-    if name.endswith(".json"):
-        path = pathlib.Path(name)
-        return parse_hf_config(read_json_table(path), name=path.stem), None
-    return architecture(name), None
+        return open_model(config.model.folder)
+    assert config.model.architecture is not None
+    return find.read_architecture(config.model.architecture), None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

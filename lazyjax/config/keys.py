@@ -1,0 +1,313 @@
+"""The keys of a run's configuration: frozen, validated, and complete once loaded.
+
+Everything is checked here, before a file is read or a byte allocated: a key that does not exist, a
+value of the wrong type or out of range, and combinations that cannot work are errors that name the
+key. Whatever needs more than the configuration (does the file exist, does the plan fit the model) is
+checked where it is read. Values may come as text, from a file or from the command line; what they
+mean follows from the key, so that a run may be called 007 or on.
+
+Paths are relative to the working directory; `~` and `$VARIABLE` expand. Byte counts may be written as
+`80e9`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+from typing import Annotated, Any, Literal
+
+import pydantic
+
+#: Both `lazyjax plan` and `lazyjax train`. State of 8 bits beside exact float32 masters is what this
+#: project is about: 8 host bytes a parameter in place of 14, at losses within 1 % of float32 state
+#: (experiments/benchmarks/results/optimizer_training.md).
+DEFAULT_OPTIMIZER: Literal["hybrid8bit"] = "hybrid8bit"
+
+
+def _whole(value: Any) -> Any:
+    """Numbers written as 80e9 or 8.0 that are whole."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = int(value)
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _expanded(value: Any) -> Any:
+    """`~` and `$VARIABLE` as a shell would expand them; a path that cannot be meant is an error."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        raise ValueError("must not be empty")
+    if "\0" in value:
+        raise ValueError("must not contain a NUL character")
+    text = os.path.expandvars(os.path.expanduser(value))
+    if text.startswith("~"):
+        raise ValueError(f"there is no home folder for {text.split('/')[0]!r}")
+    unset = re.search(r"\$\{?(\w+)", text)
+    if unset is not None and not os.path.lexists(text):
+        raise ValueError(f"the environment variable {unset.group(1)} is not set")
+    return text
+
+
+def _run_name(value: Any) -> Any:
+    if isinstance(value, str) and (not re.fullmatch(r"[\w.+:-]+", value) or set(value) <= {"."}):
+        raise ValueError("must be one folder name of letters, digits and . _ + - : without spaces or slashes")
+    return value
+
+
+Whole = pydantic.BeforeValidator(_whole)
+PositiveInt = Annotated[int, Whole, pydantic.Field(gt=0)]
+NonNegativeInt = Annotated[int, Whole, pydantic.Field(ge=0)]
+ByteCount = Annotated[int, Whole, pydantic.Field(gt=0)]
+#: A path, or a name that may also be one.
+PathKey = Annotated[pathlib.Path, pydantic.BeforeValidator(_expanded)]
+NameOrPath = Annotated[str, pydantic.BeforeValidator(_expanded)]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the key and what it may be."""
+
+
+class _Group(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: Any) -> Any:
+        """YAML reads `yes` as true, which Python would count as 1."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("a truth value is not allowed here")
+        return value
+
+
+class ModelConfig(_Group):
+    """Which model is trained: a folder with weights, or an architecture with random ones.
+
+    Attributes:
+        folder: Hugging Face folder (config.json, safetensors, tokenizer).
+        architecture: name of a packaged architecture such as `Qwen2.5-7B`, a config.json, or a folder
+            with one; training starts from random weights.
+        compute_dtype: of the layers' mathematics; float32 also streams whole float32 weights.
+    """
+
+    folder: PathKey | None = None
+    architecture: NameOrPath | None = None
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+    @pydantic.model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.folder is None) == (self.architecture is None):
+            raise ValueError("needs exactly one of folder (with weights) and architecture (random weights)")
+        return self
+
+
+class DataConfig(_Group):
+    """What is learned, and how rows become batches.
+
+    Attributes:
+        source: `problems` (ships with the package), a JSON or JSON Lines file, or the name of a
+            data set of the Hugging Face hub such as `meta-math/MetaMathQA` (extra `hub`).
+        hub_split: which split of a hub data set is read; files have none.
+        tokenizer: folder of the tokenizer; by default the model folder's, or the packaged one.
+        sequence_length: tokens of a sequence.
+        rows: sequences of one step's batch.
+        batching: `padded` (every row to sequence_length), `bucketed` (rows of like length, padded
+            to the longest of them) or `packed` (several rows in one sequence).
+        too_long: what happens to a row longer than sequence_length.
+        cache_folder: where tokenized rows are kept for the next run; by default nowhere.
+        train_fraction: share of the rows that is trained on; the rest is for evaluation.
+        seed: of the split and the order.
+    """
+
+    source: NameOrPath = "problems"
+    hub_split: str = "train"
+    tokenizer: PathKey | None = None
+    sequence_length: PositiveInt = 1024
+    rows: PositiveInt = 8
+    batching: Literal["padded", "bucketed", "packed"] = "bucketed"
+    too_long: Literal["truncate", "drop", "error"] = "truncate"
+    cache_folder: PathKey | None = None
+    train_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] = 0.7
+    seed: NonNegativeInt = 42
+
+
+class OptimizerConfig(_Group):
+    """AdamW on the host.
+
+    Attributes:
+        name: `hybrid8bit` (8-bit moments, float32 master weights), `fp32_adamw` (exact) or
+            `bf16_adamw`.
+        learning_rate: the peak of the schedule.
+        schedule: after warm-up: constant, or down to `final_fraction` of the peak.
+        warmup_steps: steps of linear warm-up from zero.
+        decay_vectors: whether weight decay also covers biases and norms.
+        clip: by the norm over the whole model, by each layer's own norm, or not at all.
+        clip_norm: the largest norm that passes unscaled.
+        gradient_dtype: of gradients on their way to the host.
+        threads: of the host update; 0 takes every core.
+    """
+
+    name: Literal["hybrid8bit", "fp32_adamw", "bf16_adamw"] = DEFAULT_OPTIMIZER
+    learning_rate: Annotated[float, pydantic.Field(gt=0)] = 1e-5
+    beta1: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.999
+    epsilon: Annotated[float, pydantic.Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, pydantic.Field(ge=0)] = 0.01
+    decay_vectors: bool = False
+    clip: Literal["global_norm", "per_layer", "none"] = "global_norm"
+    clip_norm: Annotated[float, pydantic.Field(gt=0)] = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    final_fraction: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.0
+    gradient_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    threads: NonNegativeInt = 0
+
+
+class PlanConfig(_Group):
+    """Who decides what is kept, moved and recomputed.
+
+    Attributes:
+        planner: `milp` (the best plan that is found for this machine), or the rule of a baseline.
+        file: a plan to execute as it is; `planner` and the other keys then decide nothing.
+        microbatches: parts of the batch that pass a layer one after another.
+        prefetch: parameter slabs on the device during the forward pass (1: none ahead).
+        backward_prefetch: the same during the backward pass.
+        update: `deferred` runs the host update under the next step's forward pass.
+        handoff: where activations wait between a layer and the next.
+        devices: how many share every batch and every slab.
+        nvme_folder: a folder on an NVMe drive; without one, plans use host memory instead.
+        hardware: what the `milp` planner knows of the machine: `calibrate` measures this one and times
+            the model's kernels when training starts; `auto` does so where timing takes seconds, and
+            else measures rates only; or a profile, by preset name or file.
+        device_bytes: device memory the `milp` planner may use, instead of the profile's figure.
+        host_bytes: the same for host memory.
+        time_limit_seconds: of the `milp` planner's search.
+        replan_after_steps: steps after which measured times replace predicted ones and the plan is
+            solved again; one that is better by more than 3 % then replaces it. Off by default.
+
+    The five keys from microbatches to handoff are the planner's choice where they are left out.
+    """
+
+    planner: Literal["recompute_all", "keep_all", "megatrain", "lazytrain", "milp"] = "milp"
+    file: PathKey | None = None
+    microbatches: PositiveInt | None = None
+    prefetch: PositiveInt | None = None
+    backward_prefetch: PositiveInt | None = None
+    update: Literal["deferred", "immediate"] | None = None
+    handoff: Literal["device", "host"] | None = None
+    devices: PositiveInt = 1
+    nvme_folder: PathKey | None = None
+    hardware: NameOrPath = "auto"
+    device_bytes: ByteCount | None = None
+    host_bytes: ByteCount | None = None
+    time_limit_seconds: Annotated[float, pydantic.Field(gt=0)] = 20.0
+    replan_after_steps: PositiveInt | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _limits_are_used(self) -> PlanConfig:
+        for key in ("device_bytes", "host_bytes"):
+            solves = (self.planner == "milp" and self.file is None) or self.replan_after_steps is not None
+            if getattr(self, key) is not None and not solves:
+                raise ValueError(f"{key} limits the planner milp only; leave it out or choose planner milp")
+        return self
+
+
+class TrainingConfig(_Group):
+    """How long, and what is looked at on the way.
+
+    Attributes:
+        steps: optimizer steps (instead of epochs).
+        epochs: passes over the training rows; 1 where neither is set.
+        evaluate_every: steps between evaluations; 0 evaluates only before and after training.
+        evaluate_rows: rows of the held-out split that an evaluation reads; 0: no evaluation.
+        log_every: steps between printed lines (metrics.jsonl has every step).
+        seed: of random initial weights.
+    """
+
+    steps: PositiveInt | None = None
+    epochs: Annotated[float, pydantic.Field(gt=0)] | None = None
+    evaluate_every: NonNegativeInt = 0
+    evaluate_rows: NonNegativeInt = 256
+    log_every: PositiveInt = 1
+    seed: NonNegativeInt = 42
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _one_epoch_by_default(cls, values: Any) -> Any:
+        if isinstance(values, dict) and all(
+            key not in values or values[key] is None for key in ("steps", "epochs")
+        ):
+            return {**values, "epochs": 1.0}
+        return values
+
+    @pydantic.model_validator(mode="after")
+    def _one_length(self) -> TrainingConfig:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("steps and epochs exclude each other: leave one out (null)")
+        return self
+
+
+class RunConfig(_Group):
+    """Where the run's records go.
+
+    Attributes:
+        folder: parent of all runs.
+        name: the run's own folder; by default the date and the model's name. A folder that
+            already holds a run is never written to.
+        save_model: whether the trained model is written there too, as a Hugging Face folder.
+    """
+
+    folder: PathKey = pathlib.Path("runs")
+    name: Annotated[str, pydantic.BeforeValidator(_run_name)] | None = None
+    save_model: bool = True
+
+
+class Config(_Group):
+    """Everything a training run depends on."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    plan: PlanConfig = PlanConfig()
+    training: TrainingConfig = TrainingConfig()
+    run: RunConfig = RunConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        rows, microbatches = self.data.rows, self.plan.microbatches
+        if self.plan.file is None and microbatches is not None and rows % microbatches:
+            raise ValueError(f"data.rows ({rows}) is not a multiple of plan.microbatches ({microbatches})")
+        steps, warmup = self.training.steps, self.optimizer.warmup_steps
+        if steps is not None and warmup >= steps:
+            raise ValueError(f"optimizer.warmup_steps ({warmup}) leaves nothing of training.steps ({steps})")
+        return self
+
+
+#: Keys whose value is a name, or a path where such a file exists.
+_NAMES_OR_PATHS = (("model", "architecture"), ("data", "source"), ("plan", "hardware"))
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The same configuration, which means the same from every working directory."""
+    changed: dict[str, Any] = {}
+    for group in type(config).model_fields:
+        keys = getattr(config, group)
+        update: dict[str, Any] = {
+            key: pathlib.Path(os.path.abspath(getattr(keys, key)))
+            for key in type(keys).model_fields
+            if isinstance(getattr(keys, key), pathlib.Path)
+        }
+        for key in (key for of, key in _NAMES_OR_PATHS if of == group):
+            name = getattr(keys, key)
+            # A plain word is a name, whatever lies in this folder.
+            if name is not None and re.search(r"[./]", name) and os.path.exists(name):
+                update[key] = os.path.abspath(name)
+        changed[group] = keys.model_copy(update=update)
+    return config.model_copy(update=changed)

@@ -1,0 +1,106 @@
+"""Which model a name means, and what to do where the name means none.
+
+`lazyjax plan --model NAME` needs an architecture only: a folder, a config.json, a packaged name or the
+hub's name for it. `lazyjax train --model NAME` needs weights, so a folder that is here; nothing is
+downloaded unasked.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+from lazyjax.huggingface.checkpoint import (
+    CONFIG_FILE,
+    Checkpoint,
+    CheckpointError,
+    open_checkpoint,
+    read_json_table,
+)
+from lazyjax.models.architecture import Architecture, ArchitectureError
+from lazyjax.models.registry import architecture, architecture_names, parse_hf_config
+
+#: Who publishes the packaged architectures' weights, by the beginning of the name.
+_PUBLISHERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama"}
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+#: Endings of the hub's names that say how the weights came about, not what the model is.
+_TRAINING = re.compile(r"-(Instruct|Base|Chat|it|Thinking)(-\d+)?$")
+
+
+def read_architecture(name: str) -> Architecture:
+    """The architecture of a folder or config.json, or a packaged one by its own or the hub's name.
+
+    Raises:
+        ArchitectureError: no such name (with names that are near), or a file that describes no
+            supported model.
+        CheckpointError: a file that cannot be read.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return parse_hf_config(read_json_table(path / CONFIG_FILE), name=path.resolve().name)
+    if path.is_file() or name.endswith(".json"):
+        return parse_hf_config(read_json_table(path), name=path.stem)
+    packaged = _packaged(name)
+    if packaged is not None:
+        return architecture(packaged)
+    raise ArchitectureError(
+        f"model {name!r}: neither a folder nor the name of a packaged architecture{_near(name)}; "
+        "a Hugging Face folder or its config.json will do as well "
+        f"(packaged: {', '.join(architecture_names())})"
+    )
+
+
+def open_model(folder: Path) -> tuple[Architecture, Checkpoint]:
+    """The architecture and the opened weights of a Hugging Face folder.
+
+    Raises:
+        CheckpointError: there is no such folder: says how to get one, or what is near; or the folder
+            is damaged.
+        ArchitectureError: its config.json describes no supported model.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(_how_to_get(folder))
+    checkpoint = open_checkpoint(folder)
+    return parse_hf_config(checkpoint.config, name=folder.resolve().name), checkpoint
+
+
+def _how_to_get(folder: Path) -> str:
+    name = str(folder)
+    if folder.is_file():
+        return (
+            f"{name}: a file; weights come as a folder. To train this architecture from random weights, "
+            "add --random-weights"
+        )
+    packaged = _packaged(name)
+    if packaged is not None or _HUB_NAME.fullmatch(name):
+        at_hub = name if "/" in name else f"{_publisher(name)}/{name}"
+        target = at_hub.rpartition("/")[2]
+        random = " To train it from random weights, add --random-weights." if packaged else ""
+        return (
+            f"{name}: no such folder, and nothing is downloaded unasked. Weights:  "
+            f"hf download {at_hub} --local-dir {target}  then --model {target}.{random}"
+        )
+    return f"{name}: no such folder{_near(name)}"
+
+
+def _packaged(name: str) -> str | None:
+    """The packaged architecture that a name means, whoever published it and however it was trained."""
+    words = name.rpartition("/")[2] if _HUB_NAME.fullmatch(name) else name
+    candidates = (words, _TRAINING.sub("", words))
+    return next((candidate for candidate in candidates if candidate in architecture_names()), None)
+
+
+def _publisher(name: str) -> str:
+    return next((who for start, who in _PUBLISHERS.items() if name.startswith(start)), "OWNER")
+
+
+def _near(name: str) -> str:
+    """Packaged names, and folders beside the one that is not there, that are spelled alike."""
+    path = Path(name)
+    beside = {}
+    if path.parent.is_dir():
+        beside = {entry.name.lower(): str(path.parent / entry.name) for entry in path.parent.iterdir()}
+    known = {packaged.lower(): packaged for packaged in architecture_names()} | beside
+    close = difflib.get_close_matches(path.name.lower(), known, n=3)
+    return f"; near: {', '.join(known[word] for word in close)}" if close else ""

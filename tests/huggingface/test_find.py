@@ -1,0 +1,72 @@
+"""What a model's name means, and what is said where it means nothing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lazyjax.huggingface.checkpoint import CheckpointError
+from lazyjax.huggingface.find import open_model, read_architecture
+from lazyjax.models.architecture import ArchitectureError
+from lazyjax.models.registry import architecture
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct"])
+def test_packaged_names_and_the_hubs_names_for_them(name):
+    assert read_architecture(name) == architecture("Qwen2.5-0.5B")
+
+
+def test_a_folder_and_a_config_will_do(tmp_path):
+    from lazyjax.huggingface.configs import to_hf_config
+
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(to_hf_config(architecture("Qwen3-0.6B"))))
+    assert read_architecture(str(folder)).name == "mine"
+    shutil.copy(folder / "config.json", tmp_path / "other.json")
+    assert read_architecture(str(tmp_path / "other.json")).name == "other"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Qwen2.5-8B", ["near: ", "Qwen2.5-7B", "config.json will do"]),
+        ("qwen2.5-7b", ["near: Qwen2.5-7B"]),
+        ("gpt2", ["neither a folder nor", "config.json will do"]),
+        ("mistralai/Mistral-7B-v0.1", ["neither a folder nor", "config.json will do"]),
+    ],
+)
+def test_unknown_names_list_what_is_near(name, words):
+    with pytest.raises(ArchitectureError) as raised:
+        read_architecture(name)
+    for word in words:
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Qwen2.5-0.5B", ["hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B", "--random-weights"]),
+        (
+            "Qwen/Qwen3-8B-Base",
+            ["hf download Qwen/Qwen3-8B-Base --local-dir Qwen3-8B-Base", "--random-weights"],
+        ),
+        ("SmolLM2-135M", ["hf download HuggingFaceTB/SmolLM2-135M", "--random-weights"]),
+        ("someone/model-1B", ["hf download someone/model-1B --local-dir model-1B"]),
+        ("no/such/folder", ["no/such/folder: no such folder"]),
+    ],
+)
+def test_weights_that_are_not_here_come_with_the_command_that_gets_them(name, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError) as raised:
+        open_model(Path(name))
+    for word in words:
+        assert word in str(raised.value)
+    assert ("--random-weights" in str(raised.value)) == ("--random-weights" in words)
+
+
+def test_a_misspelt_folder_shows_its_neighbours(tmp_path):
+    (tmp_path / "smollm2-135m").mkdir()
+    with pytest.raises(CheckpointError, match=r"near: .*smollm2-135m"):
+        open_model(tmp_path / "smolm2-135m")
