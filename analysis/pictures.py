@@ -9,8 +9,8 @@ from typing import Any, Literal
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from analysis.runs import Run
 from analysis.sweeps import SweepRecords, curves
+from lazyjax.runs import Run, smoothed
 
 Axis = Literal["step", "tokens", "seconds"]
 _LABELS = {"step": "step", "tokens": "tokens that are not padding", "seconds": "seconds of training"}
@@ -75,16 +75,6 @@ def prediction_figure(records: SweepRecords, file: io.BytesIO) -> bool:
     axes.set_xlabel("seconds of a step (measured)")
     axes.set_ylabel("seconds of a step (simulated)")
     return _save(figure, file, axes)
-
-
-def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Exponential mean without the bias of its start."""
-    result, mean, share = [], 0.0, 0.0
-    for value in values:
-        mean = weight * mean + (1 - weight) * value
-        share = weight * share + (1 - weight)
-        result.append(mean / share)
-    return result
 
 
 def _losses(run: Run, axis: Axis) -> tuple[Sequence[float], Sequence[float]]:

@@ -11,8 +11,8 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from analysis.runs import Run, RunError, read_run
 from analysis.statistics import Mean, Paired, kendall_tau, mean, paired
+from lazyjax.runs import Run, RunError, read_run
 
 #: Entries of summary.json that stand beside each other: what a step took, and what it was simulated to take.
 MEASURED_SECONDS = "median_step_seconds"

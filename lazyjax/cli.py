@@ -52,8 +52,15 @@ def profile(arguments: Sequence[str]) -> None:
     profile_machine(options.out, template, name=options.out.stem, nvme_folder=options.nvme_folder)
 
 
+def runs(arguments: Sequence[str]) -> None:
+    """Compare runs: lazyjax runs [FOLDER ...] [--plot losses.png]."""
+    from lazyjax.runs import runs_command
+
+    runs_command(arguments)
+
+
 #: Imported inside each command: `lazyjax --help` must not wait for JAX.
-COMMANDS: Mapping[str, Command] = {"train": train, "plan": plan, "profile": profile}
+COMMANDS: Mapping[str, Command] = {"train": train, "plan": plan, "profile": profile, "runs": runs}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
