@@ -1,25 +1,32 @@
 """Conversations as token ids, with a mask over the tokens to learn from.
 
 The tokenizer's own chat template writes the conversation; the loss covers what the assistant would have
-to generate: its words and the end-of-turn token of every turn, never a prompt, a header or an empty thinking
-block. Where a response starts is found by rendering the prompt alone, as generation would, and checking
-that the whole conversation begins with it.
+to generate: its words and the end-of-turn token of every turn that has a weight, never a prompt, a header
+or an empty thinking block. Where a response starts is found by rendering the prompt alone, as generation
+would; where that does not fit, by rendering the conversation with a marker in the response's place.
+
+What a row says and the template does not write (a system prompt, tools, reasoning) would be lost without
+a word, so it is refused.
 
 This module knows nothing about files or batches.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import pathlib
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from lazyjax.data.sources import Conversation, DataError, Message, problems_folder
+from lazyjax.data.formats import Conversation, DataError, Message, Row
+from lazyjax.data.sources import expanded, problems_folder
 from lazyjax.huggingface import tokenizer as tokenizer_files
 
 #: A transformers tokenizer (transformers is imported only when one is loaded: it takes seconds).
@@ -38,14 +45,14 @@ PLAIN_TEMPLATE = (
 
 
 class Encoded(NamedTuple):
-    """One conversation: token ids, and True on the T tokens that count towards the loss."""
+    """One row: token ids, and True on the T tokens that count towards the loss."""
 
     tokens_T: Int32[np.ndarray, " T"]
     response_T: Bool[np.ndarray, " T"]
 
 
 class Rendered(NamedTuple):
-    """One conversation as text; the character ranges [start, stop) of its responses."""
+    """One row as text; the character ranges [start, stop) that are learned."""
 
     text: str
     responses: tuple[tuple[int, int], ...]
@@ -57,6 +64,26 @@ def load_tokenizer(folder: pathlib.Path | str | None = None) -> Tokenizer:
     Raises CheckpointError when the folder holds no usable one (`lazyjax.huggingface.tokenizer`).
     """
     return tokenizer_files.load_tokenizer(problems_folder() if folder is None else folder)
+
+
+def choose_template(tokenizer: Tokenizer, name: str) -> None:
+    """Makes another chat template the tokenizer's own.
+
+    Args:
+        name: of one of the tokenizer's named templates, or a file with a Jinja template.
+
+    Raises DataError for neither.
+    """
+    templates = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if name in templates:
+        tokenizer.chat_template = templates[name]
+        return
+    path = expanded(name)
+    try:
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        named = f"; the tokenizer's named templates: {', '.join(templates)}" if templates else ""
+        raise DataError(f"data.chat_template: {name!r} cannot be read ({error}){named}") from error
 
 
 def largest_token_id(tokenizer: Tokenizer) -> int:
@@ -77,38 +104,67 @@ def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
     probe = (Message("user", "question"), Message("assistant", "answer"))
     [encoded] = encode(tokenizer, [render(tokenizer, probe)])
     last = int(encoded.tokens_T[-1])
-    return last if last in tokenizer.added_tokens_decoder else None
+    return last if is_special(tokenizer, last) else None
+
+
+def is_special(tokenizer: Tokenizer, token_id: int) -> bool:
+    """Whether a token is no piece of ordinary text, and so can end a turn."""
+    return token_id in tokenizer.added_tokens_decoder
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     """Changes when any conversation may be encoded differently."""
-    parts = (tokenizer.backend_tokenizer.to_str(), _template(tokenizer), str(tokenizer.special_tokens_map))
+    template = tokenizer.chat_template
+    words = json.dumps(template) if isinstance(template, dict) else _template(tokenizer)
+    parts = (tokenizer.backend_tokenizer.to_str(), words, str(tokenizer.special_tokens_map))
     return hashlib.blake2b("\0".join(parts).encode()).hexdigest()
 
 
-def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
+def render_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
     """The text after which generation starts: non-thinking where the template knows the difference."""
-    return _render(tokenizer, messages, add_generation_prompt=True, enable_thinking=False)
+    return _render(tokenizer, messages, tools, add_generation_prompt=True, enable_thinking=False)
 
 
-def render(tokenizer: Tokenizer, conversation: Conversation) -> Rendered:
+def render_row(tokenizer: Tokenizer, row: Row) -> Rendered:
+    """Writes a conversation or a text; see `render`. A text is learned whole, with the token that ends it."""
+    if row.text is None:
+        return render(tokenizer, row.messages, row.tools)
+    end = tokenizer.eos_token or ""
+    # The first token is never a target, so a beginning-of-sequence token costs nothing.
+    start = tokenizer.bos_token if _adds_bos(tokenizer) else ""
+    text = start + row.text + end
+    return Rendered(text, ((len(start), len(text)),))
+
+
+def render(
+    tokenizer: Tokenizer, conversation: Conversation, tools: Sequence[Mapping[str, Any]] = ()
+) -> Rendered:
     """Writes a conversation and finds its responses.
 
-    Each response runs from the end of its prompt through the end-of-turn token; what the template writes
-    after the last one is left out. Raises DataError when the template cannot write the conversation, or
-    writes it so that the responses cannot be told apart.
+    Each response of an assistant turn with a weight runs from the end of its prompt through the
+    end-of-turn token; what the template writes after the last one is left out. Raises DataError when the
+    template cannot write the conversation, leaves out a part of it, or writes it so that the responses
+    cannot be told apart.
     """
-    text = _render(tokenizer, conversation)
+    row = Row(tuple(conversation), tuple(tools))
+    text = _render(tokenizer, conversation, tools)
     last = len(conversation) - 1
     responses = []
     for index, message in enumerate(conversation):
-        if message.role != "assistant":
+        _check_calls(tokenizer, row, index, text)
+        if message.role != "assistant" or message.weight == 0:
+            _check_context(tokenizer, row, index, text)
             continue
-        start = _response_start(tokenizer, conversation, index, text)
-        stop = len(text.rstrip()) if index == last else _response_stop(tokenizer, message, text, start)
+        start = _response_start(tokenizer, row, index, text)
+        stop = len(text.rstrip()) if index == last else _response_stop(tokenizer, row, index, text)
         if stop <= start:
             raise DataError(f"message {index + 1}: the chat template leaves nothing of the response")
+        _check_response(index, message, text[start:stop])
         responses.append((start, stop))
+    if tools and _render(tokenizer, conversation, (), template=_template(tokenizer, tools)) == text:
+        raise DataError("the chat template does not write 'tools', so the model would not see them")
     return Rendered(text[: responses[-1][1]], tuple(responses))
 
 
@@ -137,10 +193,22 @@ def encode(tokenizer: Tokenizer, rendered: Sequence[Rendered]) -> list[Encoded]:
     return encoded
 
 
-def _template(tokenizer: Tokenizer) -> str:
+def _adds_bos(tokenizer: Tokenizer) -> bool:
+    ids = tokenizer("a")["input_ids"]
+    return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]
+
+
+def _template(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> str:
     template = tokenizer.chat_template
     if isinstance(template, dict):  # several named templates
-        template = template["default"] if "default" in template else None
+        if tools and "tool_use" in template:
+            return str(template["tool_use"])
+        if "default" not in template:
+            raise DataError(
+                f"the tokenizer has chat templates named {', '.join(template)}, and none is the default: "
+                f"choose one as data.chat_template"
+            )
+        template = template["default"]
     if template:
         return str(template)
     if tokenizer.eos_token is None:
@@ -148,57 +216,153 @@ def _template(tokenizer: Tokenizer) -> str:
     return PLAIN_TEMPLATE
 
 
-def _render(tokenizer: Tokenizer, messages: Sequence[Message], **settings: bool) -> str:
-    turns = [{"role": message.role, "content": message.content} for message in messages]
-    try:
+def _render(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    template: str | None = None,
+    **settings: bool,
+) -> str:
+    """What the template writes; by default the tokenizer's own."""
+    if template is None:
+        template = _template(tokenizer, tools)
+
+    def write(*, parsed: bool) -> str:
+        turns = [_turn(message, parsed=parsed) for message in messages]
         text = tokenizer.apply_chat_template(
-            turns, chat_template=_template(tokenizer), tokenize=False, **settings
+            turns, tools=list(tools) or None, chat_template=template, tokenize=False, **settings
         )
-    except jinja2.TemplateError as error:
+        return str(text)
+
+    # Templates run arbitrary expressions over the row: anything can go wrong inside.
+    wrong = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+    try:
+        return write(parsed=False)
+    except wrong as error:
+        if any("tool_calls" in message.extra for message in messages):
+            try:
+                return write(parsed=True)
+            except wrong:
+                pass
         raise DataError(f"the chat template cannot write this conversation: {error}") from error
-    return str(text)
 
 
-def _response_start(tokenizer: Tokenizer, conversation: Conversation, index: int, text: str) -> int:
+def _turn(message: Message, *, parsed: bool) -> dict[str, Any]:
+    """A message as templates expect it.
+
+    Args:
+        parsed: arguments of tool calls as objects; OpenAI writes them as JSON text, some templates need
+            the object.
+    """
+    turn: dict[str, Any] = {"role": message.role, "content": message.content, **message.extra}
+    if message.reasoning is not None:
+        turn["reasoning_content"] = turn["thinking"] = message.reasoning
+    if parsed and "tool_calls" in turn:
+        turn["tool_calls"] = [_with_parsed_arguments(call) for call in turn["tool_calls"]]
+    return turn
+
+
+def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    inner = call["function"] if "function" in call else call
+    arguments = inner["arguments"] if "arguments" in inner else {}
+    inner = {**inner, "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
+    return {**call, "function": inner} if "function" in call else inner
+
+
+def _around(tokenizer: Tokenizer, row: Row, index: int, text: str) -> tuple[str, str]:
+    """What the template writes before and after the content of message `index`.
+
+    Found by writing the conversation with a marker (a word that is not in `text`, the row as written) in
+    the content's place. Raises DataError when the template leaves that content out, or repeats it.
+    """
+    marker = "Marker0"
+    while marker in text:
+        marker += "0"
+    message = dataclasses.replace(row.messages[index], content=marker)
+    marked = (*row.messages[:index], message, *row.messages[index + 1 :])
+    parts = _render(tokenizer, marked, row.tools).split(marker)
+    if len(parts) != 2:
+        found = "leaves out" if len(parts) == 1 else "repeats"
+        raise DataError(f"message {index + 1}: the chat template {found} what this {message.role} turn says")
+    return parts[0], parts[1]
+
+
+def _response_start(tokenizer: Tokenizer, row: Row, index: int, text: str) -> int:
     """Where the assistant starts to write message `index`."""
-    before = conversation[:index]
-    prompt = render_prompt(tokenizer, before)
+    before = row.messages[:index]
+    prompt = render_prompt(tokenizer, before, row.tools)
     if text.startswith(prompt):
         return len(prompt)
     # The message brings its own thinking: the prompt that leaves thinking open fits.
-    open_prompt = _render(tokenizer, before, add_generation_prompt=True)
+    open_prompt = _render(tokenizer, before, row.tools, add_generation_prompt=True)
     if text.startswith(open_prompt):
         return len(open_prompt)
-    # Templates leave thinking blocks out of earlier turns: the header is then only the prompt's beginning.
-    context = _render(tokenizer, before)
-    content = conversation[index].content.strip()
-    if text.startswith(context) and prompt.startswith(context):
-        start = text.find(content, len(context))
-        if start >= 0 and prompt.startswith(text[:start]):
-            return start
+    # The template begins a thinking block in the prompt that it does not write here, as for earlier turns.
+    header, _ = _around(tokenizer, row, index, text)
+    if text.startswith(header):
+        return len(header)
     raise DataError(
         f"message {index + 1}: cannot tell the response from its prompt, because the chat template writes "
         f"the conversation differently from prompt plus response"
     )
 
 
-def _response_stop(tokenizer: Tokenizer, message: Message, text: str, start: int) -> int:
-    """The end of an earlier turn that starts at `start`: its content, then what closes a turn."""
-    probe = _render(tokenizer, (Message("user", "question"), Message("assistant", "answer")))
-    closing = probe[probe.rindex("answer") + len("answer") :].strip()
-    content = message.content.strip()
-    stop = _skip_blanks(text, start) + len(content)
-    if text.endswith(content, start, stop):
-        stop = _skip_blanks(text, stop)
-        if text.startswith(closing, stop):
-            return stop + len(closing)
+def _response_stop(tokenizer: Tokenizer, row: Row, index: int, text: str) -> int:
+    """The end of an earlier assistant turn: its words, then what closes a turn."""
+    _, after = _around(tokenizer, row, index, text)
+    until = dataclasses.replace(row, messages=row.messages[: index + 1])
+    _, closing = _around(tokenizer, until, index, text)
+    closing = closing.rstrip()
+    # Tool calls follow without a break where a turn says nothing else.
+    for rest, end in ((after, closing), (after.lstrip(), closing.lstrip())):
+        if text.endswith(rest) and rest.startswith(end):
+            return len(text) - len(rest) + len(end)
     raise DataError(
-        f"an assistant turn before the last is rewritten by the chat template: {content[:60]!r}; "
-        f"leave thinking out of it"
+        f"message {index + 1}: cannot tell where the response ends, because the chat template writes a turn "
+        f"differently when others follow"
     )
 
 
-def _skip_blanks(text: str, start: int) -> int:
-    while start < len(text) and text[start].isspace():
-        start += 1
-    return start
+def _check_response(index: int, message: Message, response: str) -> None:
+    """All that an assistant turn says must be in what is learned of it."""
+    parts = [part for part in re.split("</?think>", message.content) if part.strip()]
+    if not _holds(response, parts):
+        raise DataError(
+            f"message {index + 1}: an assistant turn is rewritten by the chat template, which leaves out a "
+            f"part of {message.content[:60]!r}; leave thinking out of it, or give it weight 0"
+        )
+    if message.reasoning is not None and not _holds(response, [message.reasoning]):
+        raise DataError(
+            f"message {index + 1}: the chat template does not write the turn's 'reasoning_content' "
+            f"({message.reasoning[:60]!r}); leave it out, or give the turn weight 0"
+        )
+
+
+def _check_context(tokenizer: Tokenizer, row: Row, index: int, text: str) -> None:
+    """What a turn that is not learned says must be somewhere in the text; raises DataError otherwise."""
+    message = row.messages[index]
+    # Thinking of earlier turns is left out in generation too.
+    content = message.content.rpartition("</think>")[2] if message.role == "assistant" else message.content
+    if not _holds(text, [content]):
+        # A template may quote or escape: then it is enough that it writes the turn at all.
+        _around(tokenizer, row, index, text)
+
+
+def _check_calls(tokenizer: Tokenizer, row: Row, index: int, text: str) -> None:
+    """A turn's tool calls must change the text; raises DataError otherwise."""
+    message = row.messages[index]
+    if "tool_calls" not in message.extra:
+        return
+    extra = {key: value for key, value in message.extra.items() if key != "tool_calls"}
+    without = dataclasses.replace(message, extra=extra)
+    if _render(tokenizer, (*row.messages[:index], without, *row.messages[index + 1 :]), row.tools) == text:
+        raise DataError(f"message {index + 1}: the chat template does not write the turn's 'tool_calls'")
+
+
+def _holds(text: str, parts: Sequence[str]) -> bool:
+    """Whether all parts are in the text, apart from blanks."""
+    if all(part.strip() in text for part in parts):
+        return True
+    squeezed = "".join(text.split())
+    return all("".join(part.split()) in squeezed for part in parts)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
-from lazyjax.data.split import permutation
+from lazyjax.data.order import permutation
 
 #: Rows that follow one another in a sequence, by index.
 Sequence = tuple[int, ...]

@@ -1,58 +1,59 @@
-"""Rows of training data as conversations, whatever file or hub data set they come from.
+"""Where rows come from: files, folders, the package, or the Hugging Face hub.
 
-Formats, told apart by the keys of the first row:
+Files are JSON arrays or JSON Lines, plain or gzip-compressed (`.gz`), texts (`.txt`: one document), and
+Parquet or Arrow where the package `datasets` is installed. Folders hold several of one kind, or a data set
+that `datasets` has saved. Every error names the file and the row, counted from 1.
 
-    MetaMathQA   {"query", "response"} (and, unused, "type", "original_question")
-    alpaca       {"instruction", "output"} (and optionally "input", appended after a blank line)
-    messages     {"messages": [{"role": "system" | "user" | "assistant", "content"}, ...]}
-
-Files are JSON arrays or JSON Lines, plain or gzip-compressed (`.gz`), read as a stream: memory does not
-grow with the file. Every error names the file and the row, counted from 1 (in JSON Lines also the line).
-
-This module knows nothing about tokens.
+What the columns of a row mean is the business of `lazyjax.data.formats`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gzip
 import hashlib
 import importlib.resources
 import importlib.util
-import io
-import json
+import itertools
+import os
 import pathlib
-import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+
+from lazyjax.data import json_rows
+from lazyjax.data.formats import (
+    BadRow,
+    Conversation,
+    DataError,
+    Format,
+    Message,
+    Row,
+    find_format,
+    kind,
+)
+from lazyjax.data.json_rows import Located
+from lazyjax.data.order import permutation
+
+__all__ = [
+    "PROBLEMS",
+    "BadRow",
+    "Conversation",
+    "DataError",
+    "Message",
+    "Row",
+    "Source",
+    "absolute_name",
+    "open_source",
+    "problems_folder",
+]
 
 #: The name of the data set in the package.
 PROBLEMS = "problems"
-ROLES = ("system", "user", "assistant")
-_SURROGATE = re.compile("[\ud800-\udfff]")
-_CHUNK_CHARACTERS = 1 << 20
-#: A JSON error this close to the end of what was read may only mean that more must be read.
-_NEAR_END_CHARACTERS = 16
-
-
-class DataError(ValueError):
-    """Data that cannot be found or used; the message names the file and row, and what is wrong."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a conversation; `role` is one of `ROLES`, `content` is not blank."""
-
-    role: str
-    content: str
-
-
-#: At least one user or system turn, then turns up to a final assistant turn.
-Conversation = tuple[Message, ...]
-#: A parsed but unchecked row with the words that say where it stands.
-_Located = tuple[str, Any]
+_JSON_SUFFIXES = (".json", ".jsonl", ".gz")
+_TABLE_SUFFIXES = {".parquet": "parquet", ".arrow": "arrow"}
+_SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,42 +68,98 @@ class Source:
 
     name: str
     fingerprint: str
-    open_rows: Callable[[], Iterator[_Located]]
+    open_rows: Callable[[], Iterator[Located]]
+
+    def rows(self, unused: set[str] | None = None) -> Iterator[Row | BadRow]:
+        """The rows in order, each checked; the first usable one decides the format.
+
+        Args:
+            unused: gets the columns that nothing reads.
+
+        Raises DataError where reading cannot go on, or there are no rows.
+        """
+        format_: Format | None = None
+        place = None
+        for place, row in self.open_rows():
+            if isinstance(row, BadRow):
+                yield row
+                continue
+            try:
+                if not isinstance(row, Mapping):
+                    raise DataError(f"{place}: expected an object with keys, found {kind(row)}")
+                if format_ is None:
+                    format_ = find_format(place, row)
+                if unused is not None:
+                    unused |= format_.unused(row)
+                yield format_.read(place, row)
+            except DataError as error:
+                yield BadRow(str(error))
+        if place is None:
+            raise DataError(f"{self.name}: no rows")
 
     def conversations(self) -> Iterator[Conversation]:
-        """The rows in order, each checked; raises DataError at the first malformed one."""
-        reader = None
-        for place, row in self.open_rows():
-            if not isinstance(row, Mapping):
-                raise DataError(f"{place}: expected an object with keys, found {_kind(row)}")
-            if reader is None:
-                reader = _reader(place, row)
-            yield reader(place, row)
-        if reader is None:
-            raise DataError(f"{self.name}: no rows")
+        """The conversations in order; raises DataError at the first row that is none."""
+        for number, row in enumerate(self.rows(), start=1):
+            if isinstance(row, BadRow):
+                raise DataError(row.reason)
+            if row.text is not None:
+                raise DataError(f"{self.name}, row {number}: a text, where a conversation is needed")
+            yield row.messages
+
+    def part(self, take: int | float, *, seed: int) -> Source:
+        """Some of the rows, drawn by seed, in their order.
+
+        Args:
+            take: how many rows (a whole number), or which share of them (below 1).
+
+        The source is read once to count its rows. Raises DataError when it has fewer than asked for.
+        """
+        total = sum(1 for _ in self.open_rows())
+        count = take if isinstance(take, int) else max(1, round(take * total))
+        if count > total:
+            raise DataError(f"{self.name}: {count:,} rows are to be taken, it has {total:,}")
+        chosen_R = np.zeros(total, np.bool_)
+        chosen_R[permutation(total, seed)[:count]] = True
+        return Source(
+            self.name,
+            f"{self.fingerprint}/{count} of {total} by {seed}",
+            lambda: itertools.compress(self.open_rows(), chosen_R),
+        )
 
 
 def open_source(name: str, *, split: str = "train") -> Source:
     """Finds the rows called `name`.
 
     Args:
-        name: `problems` (the data set in the package), a path to a `.json`, `.jsonl` or `.gz` file, or the
-            name of a data set on the Hugging Face hub such as `meta-math/MetaMathQA` (needs `datasets`).
-        split: which split of a hub data set; files have none.
+        name: `problems` (the data set in the package); a `.json`, `.jsonl`, `.txt`, `.parquet` or `.arrow`
+            file; a folder of such; or a data set of the Hugging Face hub such as `meta-math/MetaMathQA`.
+            Parquet, Arrow and the hub need `datasets`. `~` and `$VARIABLES` are expanded.
+        split: which split of a hub data set, or of a folder whose files are named after splits.
 
     Raises:
         DataError: no such file, or `datasets` is not installed or does not find the data set.
     """
     if name == PROBLEMS:
-        return _file_source(problems_folder() / "problems.jsonl.gz", PROBLEMS)
-    path = pathlib.Path(name).expanduser()
+        return _json_source(problems_folder() / "problems.jsonl.gz", PROBLEMS)
+    path = expanded(name)
     if path.is_file():
-        return _file_source(path, str(path))
+        return _file_source(path)
     if path.is_dir():
-        raise DataError(f"{name} is a folder; name one file in it")
-    if path.suffix in {".json", ".jsonl", ".gz"} or name.startswith(("/", "~", ".")):
-        raise DataError(f"{name}: no such file")
+        return _folder_source(path, split)
+    if path.suffix in {*_JSON_SUFFIXES, ".txt", *_TABLE_SUFFIXES} or name.startswith(("/", "~", ".", "$")):
+        raise DataError(f"{path}: no such file")
     return _hub_source(name, split)
+
+
+def expanded(name: str) -> pathlib.Path:
+    """A path as typed, with `~` and `$VARIABLES` put in."""
+    return pathlib.Path(os.path.expandvars(name)).expanduser()
+
+
+def absolute_name(name: str) -> str:
+    """The name of the same rows from any working directory: files and folders as absolute paths."""
+    path = expanded(name)
+    return str(path.absolute()) if name != PROBLEMS and path.exists() else name
 
 
 def problems_folder() -> pathlib.Path:
@@ -110,227 +167,117 @@ def problems_folder() -> pathlib.Path:
     return pathlib.Path(str(importlib.resources.files("lazyjax.data"))) / "problems"
 
 
-def _file_source(path: pathlib.Path, name: str) -> Source:
-    with path.open("rb") as file:
-        fingerprint = hashlib.file_digest(file, "blake2b").hexdigest()
-    return Source(name, fingerprint, lambda: _read_file(path, name))
+def _file_source(path: pathlib.Path) -> Source:
+    if path.suffix in _TABLE_SUFFIXES:
+        return _tables_source([path], str(path))
+    if path.suffix == ".txt" or path.suffixes[-2:] == [".txt", ".gz"]:
+        return _text_source(path)
+    return _json_source(path, str(path))
 
 
-def _hub_source(name: str, split: str) -> Source:
+def _json_source(path: pathlib.Path, name: str) -> Source:
+    return Source(name, _digest(path), lambda: json_rows.read_file(path, name))
+
+
+def _digest(path: pathlib.Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "blake2b").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _text_source(path: pathlib.Path) -> Source:
+    """A file of plain text is one document."""
+
+    def read() -> Iterator[Located]:
+        try:
+            data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            yield f"{path}, row 1", {"text": data.decode("utf-8-sig")}
+        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+            raise DataError(f"{path}: not UTF-8 text ({error})") from error
+
+    return Source(str(path), f"text/{_digest(path)}", read)
+
+
+def _folder_source(path: pathlib.Path, split: str) -> Source:
+    """All files of one kind in a folder, or a data set that `datasets` has saved there."""
+    if any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
+        return _saved_source(path, split)
+    files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    for suffix in _TABLE_SUFFIXES:
+        tables = _of_split([file for file in files if file.suffix == suffix], split)
+        if tables:
+            return _tables_source(tables, str(path))
+    found = _of_split([file for file in files if file.suffix in (*_JSON_SUFFIXES, ".txt")], split)
+    if not found:
+        raise DataError(
+            f"{path}: holds no file of rows "
+            f"({', '.join((*_TABLE_SUFFIXES, *_JSON_SUFFIXES, '.txt'))}) and no saved data set"
+        )
+    parts = [_file_source(file) for file in found]
+    return Source(
+        str(path),
+        hashlib.blake2b("/".join(part.fingerprint for part in parts).encode()).hexdigest(),
+        lambda: itertools.chain.from_iterable(part.open_rows() for part in parts),
+    )
+
+
+def _of_split(files: Sequence[pathlib.Path], split: str) -> list[pathlib.Path]:
+    """The files of `split`, where files are named after splits (as on the hub); else all."""
+
+    def begins(file: pathlib.Path, name: str) -> bool:
+        return file.stem == name or file.stem.startswith((f"{name}-", f"{name}_", f"{name}."))
+
+    if not any(begins(file, name) for file in files for name in (*_SPLITS, split)):
+        return list(files)
+    return [file for file in files if begins(file, split)]
+
+
+def _datasets(name: str) -> Any:
+    """The package `datasets`, which is optional."""
     if importlib.util.find_spec("datasets") is None:
         raise DataError(
-            f"{name!r} is no file, and data sets by name need the `datasets` package: "
+            f"{name!r}: Parquet, Arrow and data sets by name need the `datasets` package: "
             f"pip install 'lazyjax[hub]', or give a JSON or JSON Lines file, or {PROBLEMS!r}"
         )
     import datasets
 
+    return datasets
+
+
+def _tables_source(files: Sequence[pathlib.Path], name: str) -> Source:
+    datasets = _datasets(name)
+    builder = _TABLE_SUFFIXES[files[0].suffix]
+    try:
+        rows = datasets.load_dataset(builder, data_files=[str(file) for file in files], split="train")
+    except Exception as error:  # the library raises a different type for each way a file can be wrong
+        raise DataError(f"{name}: cannot be read as {builder}: {' '.join(str(error).split())}") from error
+    digests = [_digest(file) for file in files]
+    return Source(name, hashlib.blake2b("/".join(digests).encode()).hexdigest(), _numbered(name, rows))
+
+
+def _saved_source(path: pathlib.Path, split: str) -> Source:
+    datasets = _datasets(str(path))
+    try:
+        rows = datasets.load_from_disk(str(path))
+    except Exception as error:
+        raise DataError(f"{path}: cannot be read as a saved data set: {error}") from error
+    if isinstance(rows, Mapping):
+        if split not in rows:
+            raise DataError(f"{path}: has no split {split!r} (data.hub_split); found {', '.join(rows)}")
+        rows = rows[split]
+    return Source(str(path), f"{path}/{split}/{rows._fingerprint}", _numbered(str(path), rows))
+
+
+def _hub_source(name: str, split: str) -> Source:
+    datasets = _datasets(name)
     try:
         rows = datasets.load_dataset(name, split=split)
     except Exception as error:  # the library raises a different type for each way a name can be wrong
         raise DataError(f"hub data set {name!r}, split {split!r}: {error}") from error
-    return Source(
-        name,
-        f"{name}/{split}/{rows._fingerprint}",
-        lambda: ((f"{name} ({split}), row {number}", row) for number, row in enumerate(rows, start=1)),
-    )
+    return Source(name, f"{name}/{split}/{rows._fingerprint}", _numbered(f"{name} ({split})", rows))
 
 
-def _read_file(path: pathlib.Path, name: str) -> Iterator[_Located]:
-    """Rows of a JSON array or of JSON Lines; the first character tells which."""
-    with (
-        _reading_errors(name),
-        gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as binary,
-        io.TextIOWrapper(binary, encoding="utf-8-sig") as file,
-    ):
-        first = ""
-        while first == "" or first.isspace():
-            first = file.read(1)
-            if not first:
-                return
-        file.seek(0)
-        yield from _array_rows(file, name) if first == "[" else _line_rows(file, name)
-
-
-@contextlib.contextmanager
-def _reading_errors(name: str) -> Iterator[None]:
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{name}: not UTF-8 text ({error.reason} at byte {error.start} of a block)"
-        ) from error
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{name}: damaged or incomplete gzip file ({error})") from error
-
-
-def _line_rows(file: io.TextIOBase, name: str) -> Iterator[_Located]:
-    number = 0
-    for line_number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
-        number += 1
-        place = f"{name}, row {number} (line {line_number})"
-        try:
-            yield place, json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{place}: invalid JSON, {error.msg} at column {error.colno}") from error
-
-
-def _array_rows(file: io.TextIOBase, name: str) -> Iterator[_Located]:
-    """Elements of a JSON array, decoded one at a time from a sliding window over the text."""
-    window = _Window(file)
-    window.skip_blanks()
-    window.take("[")
-    number = 0
-    while True:
-        window.skip_blanks()
-        if number == 0 and window.take("]"):
-            break
-        number += 1
-        place = f"{name}, row {number}"
-        try:
-            yield place, window.decode()
-        except json.JSONDecodeError as error:
-            raise DataError(f"{place}: invalid JSON, {error.msg}") from error
-        window.skip_blanks()
-        if window.take("]"):
-            break
-        if not window.take(","):
-            raise DataError(f"{name}, after row {number}: invalid JSON, expected ',' or ']' (cut off?)")
-    window.skip_blanks()
-    if not window.at_end:
-        raise DataError(f"{name}, after row {number}: text after the end of the array")
-
-
-class _Window:
-    """The part of a text that has been read and not yet used."""
-
-    def __init__(self, file: io.TextIOBase) -> None:
-        self._file = file
-        self._text = ""
-        self._start = 0
-        self._exhausted = False
-        self._decoder = json.JSONDecoder()
-
-    @property
-    def at_end(self) -> bool:
-        """Whether everything has been read and used."""
-        return self._exhausted and self._start == len(self._text)
-
-    def skip_blanks(self) -> None:
-        """Moves to the next character that is no blank, or to the end."""
-        while True:
-            while self._start < len(self._text) and self._text[self._start] in " \t\r\n":
-                self._start += 1
-            if self._start < len(self._text) or self._exhausted:
-                return
-            self._read_more()
-
-    def take(self, character: str) -> bool:
-        """Steps over `character` if it comes next."""
-        found = self._text.startswith(character, self._start)
-        self._start += found
-        return found
-
-    def decode(self) -> Any:
-        """The JSON value that comes next; raises JSONDecodeError."""
-        while True:
-            try:
-                value, self._start = self._decoder.raw_decode(self._text, self._start)
-            except json.JSONDecodeError as error:
-                near_end = len(self._text) - error.pos < _NEAR_END_CHARACTERS
-                cut_off = near_end or error.msg.startswith("Unterminated string")
-                if self._exhausted or not cut_off:
-                    raise
-                self._read_more()
-            else:
-                return value
-
-    def _read_more(self) -> None:
-        # Reading as much again as is waiting keeps the work linear even for one giant row.
-        self._text = self._text[self._start :]
-        self._start = 0
-        more = self._file.read(max(_CHUNK_CHARACTERS, len(self._text)))
-        self._exhausted = not more
-        self._text += more
-
-
-def _kind(value: Any) -> str:
-    """A value's type in JSON's words."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "true/false", type(None): "null"}
-    return names[type(value)] if type(value) in names else "a number"
-
-
-def _reader(place: str, row: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], Conversation]:
-    """The format of a file, from its first row."""
-    formats = {
-        ("query", "response"): _read_metamath,
-        ("instruction", "output"): _read_alpaca,
-        ("messages",): _read_messages,
-    }
-    found = [keys for keys in formats if row.keys() >= set(keys)]
-    if len(found) == 1:
-        return formats[found[0]]
-    known = "; ".join(", ".join(keys) for keys in formats)
-    problem = "fits several formats" if found else "fits no known format"
-    raise DataError(
-        f"{place}: a row with keys {', '.join(map(str, row)) or '(none)'} {problem}; known: {known}"
-    )
-
-
-def _text(place: str, row: Mapping[str, Any], key: str) -> str:
-    """The text under `key`, not blank."""
-    if key not in row:
-        raise DataError(f"{place}: missing key {key!r}; found {', '.join(map(str, row)) or 'none'}")
-    value = row[key]
-    if not isinstance(value, str):
-        raise DataError(f"{place}: {key!r} must be text, found {_kind(value)}")
-    if not value.strip():
-        raise DataError(f"{place}: {key!r} is empty")
-    if _SURROGATE.search(value):
-        raise DataError(f"{place}: {key!r} holds half of a surrogate pair, which is no character")
-    return value
-
-
-def _read_metamath(place: str, row: Mapping[str, Any]) -> Conversation:
-    return (
-        Message("user", _text(place, row, "query")),
-        Message("assistant", _text(place, row, "response")),
-    )
-
-
-def _read_alpaca(place: str, row: Mapping[str, Any]) -> Conversation:
-    prompt = _text(place, row, "instruction")
-    if "input" in row and row["input"] not in ("", None):
-        prompt += "\n\n" + _text(place, row, "input")
-    return Message("user", prompt), Message("assistant", _text(place, row, "output"))
-
-
-def _read_messages(place: str, row: Mapping[str, Any]) -> Conversation:
-    if "messages" not in row:
-        raise DataError(f"{place}: missing key 'messages'; found {', '.join(map(str, row)) or 'none'}")
-    turns = row["messages"]
-    if not isinstance(turns, list):
-        raise DataError(f"{place}: 'messages' must be a list, found {_kind(turns)}")
-    messages = []
-    for number, turn in enumerate(turns, start=1):
-        turn_place = f"{place}, message {number}"
-        if not isinstance(turn, Mapping):
-            raise DataError(f"{turn_place}: expected an object with role and content, found {_kind(turn)}")
-        role = _text(turn_place, turn, "role")
-        if role not in ROLES:
-            raise DataError(f"{turn_place}: role {role!r}; allowed: {', '.join(ROLES)}")
-        if role == "system" and number > 1:
-            raise DataError(f"{turn_place}: a system message can only come first")
-        messages.append(Message(role, _text(turn_place, turn, "content")))
-    _check_turns(place, messages)
-    return tuple(messages)
-
-
-def _check_turns(place: str, messages: Iterable[Message]) -> None:
-    """User and assistant take turns, from a user turn to an assistant turn."""
-    roles = [message.role for message in messages if message.role != "system"]
-    if not roles or roles[-1] != "assistant":
-        raise DataError(f"{place}: the last message must be the assistant's (there is nothing to learn from)")
-    if roles != ["user", "assistant"] * (len(roles) // 2):
-        raise DataError(f"{place}: user and assistant must take turns, found {', '.join(roles)}")
+def _numbered(name: str, rows: Any) -> Callable[[], Iterator[Located]]:
+    return lambda: ((f"{name}, row {number}", row) for number, row in enumerate(rows, start=1))

@@ -1,7 +1,4 @@
-"""Which rows train, which evaluate, and in which order: all from a seed.
-
-Orders come from a counter-based hash (splitmix64) and a stable sort, so they are the same on every
-machine and with every NumPy version.
+"""Which rows train and which evaluate, from a seed.
 
 This module knows nothing about tokens or batches.
 """
@@ -11,28 +8,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from jaxtyping import Int64, UInt64
+from jaxtyping import Int64
 
+from lazyjax.data.order import permutation
 from lazyjax.data.tokens import TokenizedRows
-
-_GOLDEN = 0x9E3779B97F4A7C15
-_WORD = (1 << 64) - 1
-
-
-def _mix(value_R: UInt64[np.ndarray, " R"]) -> UInt64[np.ndarray, " R"]:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014)."""
-    value_R = (value_R ^ (value_R >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value_R = (value_R ^ (value_R >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value_R ^ (value_R >> np.uint64(31))
-
-
-def permutation(count: int, *key: int) -> Int64[np.ndarray, " R"]:
-    """The numbers 0 to count - 1 in an order that depends on `key` only."""
-    state_1 = np.zeros(1, np.uint64)
-    for part in key:
-        state_1 = _mix(state_1 + np.uint64(part & _WORD) + np.uint64(_GOLDEN))
-    counter_R = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    return np.argsort(_mix(state_1 + counter_R), kind="stable").astype(np.int64)
 
 
 def split_counts(rows: int, train_fraction: float) -> tuple[int, int]:

@@ -4,6 +4,8 @@ Rows are read, rendered and tokenized once, in chunks, and kept as three flat ar
 400,000 rows of 250 tokens are 500 MB. With a cache folder the work is done once per data, tokenizer and
 length limit.
 
+What happens to rows that cannot be used is decided here, and counted.
+
 This module knows nothing about batches.
 """
 
@@ -15,20 +17,29 @@ import hashlib
 import itertools
 import os
 import pathlib
+import tempfile
+import warnings
 import zipfile
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
 from typing import Literal, get_args
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
 from lazyjax.data import chat
-from lazyjax.data.sources import Conversation, DataError, Source
+from lazyjax.data.formats import BadRow, DataError, Row
+from lazyjax.data.sources import Source
 
 #: What happens to a row of more tokens than a sequence holds.
 TooLong = Literal["truncate", "drop", "error"]
+#: What happens to a row that cannot be read or that the chat template cannot write.
+BadRows = Literal["error", "skip"]
 _CHUNK_ROWS = 1000
-_FORMAT = "1"
+#: Reasons that are kept in words; all are counted.
+_MOST_REASONS = 100
+#: Counts changes of what is kept in a cache file, or of how rows become tokens.
+_FORMAT = "2"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,10 +50,14 @@ class TokenizedRows:
         tokens_N: token ids of all rows, one after the other.
         response_N: True on the tokens that count towards the loss.
         starts_S: where each row starts, and N at the end (S = R + 1).
-        source_R: which row of the source each is, from 0, increasing.
+        source_R: which row of the source each is, from 0. Never decreasing; a text that is longer than a
+            sequence is several rows.
         rows_read: rows of the source.
         truncated: rows cut to the length limit.
         dropped: rows left out: over the limit, or with no response token inside it.
+        bad: rows skipped because they could not be read or written.
+        reasons: what was wrong with the first of them, each named.
+        unused: columns of the source that nothing reads.
     """
 
     tokens_N: Int32[np.ndarray, " N"]
@@ -52,6 +67,9 @@ class TokenizedRows:
     rows_read: int
     truncated: int
     dropped: int
+    bad: int = 0
+    reasons: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.source_R)
@@ -91,6 +109,7 @@ def tokenize(
     *,
     sequence_length: int,
     too_long: TooLong = "truncate",
+    bad_rows: BadRows = "error",
     cache_folder: pathlib.Path | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> TokenizedRows:
@@ -100,110 +119,177 @@ def tokenize(
         source: see `open_source`.
         tokenizer: see `load_tokenizer`.
         sequence_length: the most tokens a row may have.
-        too_long: `truncate` keeps the first `sequence_length` tokens, `drop` leaves the row out, `error`
-            refuses it. A row that keeps no response token teaches nothing and is always left out. Both are
-            counted.
+        too_long: `truncate` keeps the first `sequence_length` tokens of a conversation and cuts a text
+            into several rows, `drop` leaves the row out, `error` refuses it. A row that keeps no response
+            token teaches nothing and is always left out. All are counted.
+        bad_rows: `error` refuses the first row that cannot be read or written, `skip` leaves such rows out,
+            counted and named.
         cache_folder: where results are kept and looked up; None keeps nothing.
         progress: called with the number of rows read so far.
 
     Raises:
-        DataError: a malformed, unusable or (with `error`) too long row, named; or no row is left.
+        DataError: a malformed, unusable or (with `error`) too long row, named; no row is left; or the cache
+            folder cannot be used.
     """
     if too_long not in get_args(TooLong):
         raise ValueError(f"too_long: {too_long!r}; allowed: {', '.join(get_args(TooLong))}")
+    if bad_rows not in get_args(BadRows):
+        raise ValueError(f"bad_rows: {bad_rows!r}; allowed: {', '.join(get_args(BadRows))}")
     if sequence_length < 2:
         raise ValueError(
             f"sequence_length: {sequence_length}; a row needs a prompt token and a response token"
         )
     path = None
     if cache_folder is not None:
+        check_cache_folder(cache_folder)
         tokenizer_part = chat.tokenizer_fingerprint(tokenizer)
-        parts = (_FORMAT, source.fingerprint, tokenizer_part, str(sequence_length), too_long)
+        parts = (_FORMAT, source.fingerprint, tokenizer_part, str(sequence_length), too_long, bad_rows)
         path = cache_folder / f"tokens-{hashlib.blake2b('/'.join(parts).encode()).hexdigest()[:32]}.npz"
         cached = _load(path)
         if cached is not None:
             return cached
-    rows = _tokenize(source, tokenizer, sequence_length, too_long, progress)
+    rows = _Tokenizing(source, tokenizer, sequence_length, too_long, bad_rows).run(progress)
     if path is not None:
         _save(rows, path)
     return rows
 
 
-def _tokenize(
-    source: Source,
-    tokenizer: chat.Tokenizer,
-    sequence_length: int,
-    too_long: TooLong,
-    progress: Callable[[int], None] | None,
-) -> TokenizedRows:
-    tokens, responses = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)]
-    lengths: list[int] = []
-    numbers: list[int] = []
-    rows_read = truncated = 0
-    conversations = enumerate(source.conversations())
-    while chunk := list(itertools.islice(conversations, _CHUNK_ROWS)):
-        rendered = [_render(source, tokenizer, number, conversation) for number, conversation in chunk]
-        kept = []
-        for (number, _), one in zip(chunk, chat.encode(tokenizer, rendered), strict=True):
-            over = len(one.tokens_T) > sequence_length
-            if over and too_long == "error":
-                raise DataError(
-                    f"{source.name}, row {number + 1}: {len(one.tokens_T)} tokens, but a sequence holds "
-                    f"{sequence_length}; shorten the row, raise sequence_length, or set too_long to "
-                    f"truncate or drop"
-                )
-            # The first token has no predecessor to be predicted from.
-            if (over and too_long == "drop") or not one.response_T[1:sequence_length].any():
-                continue
-            truncated += over
-            kept.append(chat.Encoded(one.tokens_T[:sequence_length], one.response_T[:sequence_length]))
-            numbers.append(number)
-        rows_read += len(chunk)
+def check_cache_folder(folder: pathlib.Path) -> None:
+    """Makes the folder and tries to write there, before the work that it shall keep; raises DataError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
+            pass
+    except OSError as error:
+        raise DataError(
+            f"data.cache_folder: {folder} cannot be written ({error.strerror}); name another folder, or none"
+        ) from error
+
+
+class _Tokenizing:
+    """One pass over a source, and what has been counted and kept so far."""
+
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: chat.Tokenizer,
+        sequence_length: int,
+        too_long: TooLong,
+        bad_rows: BadRows,
+    ) -> None:
+        self._source, self._tokenizer = source, tokenizer
+        self._limit, self._too_long, self._bad_rows = sequence_length, too_long, bad_rows
+        self._tokens, self._responses = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)]
+        self._lengths: list[int] = []
+        self._numbers: list[int] = []
+        self._truncated = self._dropped = self._bad = 0
+        self._reasons: list[str] = []
+
+    def run(self, progress: Callable[[int], None] | None) -> TokenizedRows:
+        """Reads everything."""
+        rows_read = 0
+        unused: set[str] = set()
+        rows = enumerate(self._source.rows(unused))
+        while chunk := list(itertools.islice(rows, _CHUNK_ROWS)):
+            self._add(chunk)
+            rows_read += len(chunk)
+            if progress is not None:
+                progress(rows_read)
+        if not self._numbers:
+            why = f"; the first that cannot be used: {self._reasons[0]}" if self._reasons else ""
+            raise DataError(
+                f"{self._source.name}: none of {rows_read} rows keeps a response within {self._limit} "
+                f"tokens{why}"
+            )
+        return TokenizedRows(
+            tokens_N=np.concatenate(self._tokens),
+            response_N=np.concatenate(self._responses),
+            starts_S=np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64),
+            source_R=np.asarray(self._numbers, np.int64),
+            rows_read=rows_read,
+            truncated=self._truncated,
+            dropped=self._dropped,
+            bad=self._bad,
+            reasons=tuple(self._reasons),
+            unused=tuple(sorted(unused)),
+        )
+
+    def _add(self, chunk: Iterable[tuple[int, Row | BadRow]]) -> None:
+        rendered = []
+        for number, row in chunk:
+            try:
+                if isinstance(row, BadRow):
+                    raise DataError(row.reason)
+                rendered.append((number, row, self._render(number, row)))
+            except DataError as error:
+                if self._bad_rows == "error":
+                    raise
+                self._bad += 1
+                if len(self._reasons) < _MOST_REASONS:
+                    self._reasons.append(str(error))
+        encoded = chat.encode(self._tokenizer, [text for *_, text in rendered])
+        kept = [
+            piece
+            for (number, row, _), one in zip(rendered, encoded, strict=True)
+            for piece in self._fit(number, row, one)
+        ]
         if kept:
             # One array per chunk: 400,000 small ones would cost more than their tokens.
-            tokens.append(np.concatenate([one.tokens_T for one in kept]))
-            responses.append(np.concatenate([one.response_T for one in kept]))
-            lengths.extend(len(one.tokens_T) for one in kept)
-        if progress is not None:
-            progress(rows_read)
-    if not numbers:
-        raise DataError(
-            f"{source.name}: none of {rows_read} rows keeps a response within {sequence_length} tokens"
-        )
-    return TokenizedRows(
-        tokens_N=np.concatenate(tokens),
-        response_N=np.concatenate(responses),
-        starts_S=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        source_R=np.asarray(numbers, np.int64),
-        rows_read=rows_read,
-        truncated=truncated,
-        dropped=rows_read - len(numbers),
-    )
+            self._tokens.append(np.concatenate([one.tokens_T for one in kept]))
+            self._responses.append(np.concatenate([one.response_T for one in kept]))
+            self._lengths.extend(len(one.tokens_T) for one in kept)
 
+    def _render(self, number: int, row: Row) -> chat.Rendered:
+        try:
+            return chat.render_row(self._tokenizer, row)
+        except DataError as error:
+            raise DataError(f"{self._source.name}, row {number + 1}: {error}") from error
 
-def _render(
-    source: Source, tokenizer: chat.Tokenizer, number: int, conversation: Conversation
-) -> chat.Rendered:
-    try:
-        return chat.render(tokenizer, conversation)
-    except DataError as error:
-        raise DataError(f"{source.name}, row {number + 1}: {error}") from error
+    def _fit(self, number: int, row: Row, one: chat.Encoded) -> list[chat.Encoded]:
+        """What is kept of an encoded row, and notes of which row it is."""
+        over = len(one.tokens_T) > self._limit
+        if over and self._too_long == "error":
+            raise DataError(
+                f"{self._source.name}, row {number + 1}: {len(one.tokens_T)} tokens, but a sequence holds "
+                f"{self._limit}; shorten the row, raise sequence_length, or set too_long to truncate or drop"
+            )
+        starts = range(0, len(one.tokens_T), self._limit) if row.text is not None else (0,)
+        pieces = [
+            chat.Encoded(
+                one.tokens_T[start : start + self._limit], one.response_T[start : start + self._limit]
+            )
+            for start in starts
+        ]
+        # A piece's first token has no predecessor to be predicted from.
+        pieces = [piece for piece in pieces if piece.response_T[1:].any()]
+        if not pieces or (over and self._too_long == "drop"):
+            self._dropped += 1
+            return []
+        self._truncated += over and row.text is None
+        self._numbers.extend([number] * len(pieces))
+        return pieces
 
 
 def _save(rows: TokenizedRows, path: pathlib.Path) -> None:
-    """Writes beside `path` and renames, so that a torn file is never found."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Writes beside `path` and renames, so that a torn file is never found.
+
+    A disk that is full now costs the next run some time, and this one nothing.
+    """
     temporary = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        np.savez(file, **{field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)})
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            np.savez(file, **{field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)})
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        warnings.warn(f"{path}: the tokenized rows are not kept ({error.strerror})", stacklevel=2)
 
 
 def _load(path: pathlib.Path) -> TokenizedRows | None:
     """Rows kept earlier; None if there are none, or the file is damaged (it is then made again)."""
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            return TokenizedRows(
+            rows = TokenizedRows(
                 tokens_N=file["tokens_N"],
                 response_N=file["response_N"],
                 starts_S=file["starts_S"],
@@ -211,6 +297,25 @@ def _load(path: pathlib.Path) -> TokenizedRows | None:
                 rows_read=int(file["rows_read"]),
                 truncated=int(file["truncated"]),
                 dropped=int(file["dropped"]),
+                bad=int(file["bad"]),
+                reasons=tuple(map(str, file["reasons"])),
+                unused=tuple(map(str, file["unused"])),
             )
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+    # EOFError: an empty file. TypeError: arrays of other types or shapes than annotated.
+    except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile, zlib.error):
         return None
+    return rows if _consistent(rows) else None
+
+
+def _consistent(rows: TokenizedRows) -> bool:
+    """Whether the arrays of a file belong together."""
+    starts_S = rows.starts_S
+    return bool(
+        rows.tokens_N.shape == rows.response_N.shape
+        and len(starts_S) == len(rows.source_R) + 1 > 1
+        and starts_S[0] == 0
+        and starts_S[-1] == len(rows.tokens_N)
+        and (np.diff(starts_S) > 0).all()
+        and (rows.tokens_N >= 0).all()
+        and 0 <= rows.source_R.min() <= rows.source_R.max() < rows.rows_read
+    )

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lazyjax.data import sources
+from lazyjax.data import json_rows, sources
 from lazyjax.data.sources import DataError, Message, open_source
 
 METAMATH = {"query": "1 + 1?", "response": "2\nThe answer is: 2", "type": "t", "original_question": "1 + 1?"}
@@ -70,9 +70,9 @@ def test_reads_every_container(tmp_path: pathlib.Path, form: str, packed: bool) 
 @given(st.lists(st.dictionaries(st.text(max_size=5), st.text(max_size=40)), max_size=8), st.integers(1, 20))
 def test_an_array_is_decoded_across_any_chunk_border(rows: list[dict[str, str]], chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "_CHUNK_CHARACTERS", chunk)
+        patch.setattr(json_rows, "_CHUNK_CHARACTERS", chunk)
         for text in (json.dumps(rows), json.dumps(rows, indent=3, ensure_ascii=False)):
-            assert [row for _, row in sources._array_rows(io.StringIO(text), "x")] == rows
+            assert [row for _, row in json_rows._array_rows(io.StringIO(text), "x")] == rows
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,72 @@ def test_an_array_is_decoded_across_any_chunk_border(rows: list[dict[str, str]],
         ([1], r"row 2 \(line 2\): expected an object with keys, found a list"),
         ('{"query": "a", ', r"row 2 \(line 2\): invalid JSON, .* at column"),
         ("\n\nnonsense", r"row 2 \(line 4\): invalid JSON, Expecting value at column 1"),
+        ('{"query": ' + "9" * 5000 + "}", r"row 2 \(line 2\): invalid JSON, Exceeds the limit"),
+        ("[" * 200_000, r"row 2 \(line 2\): invalid JSON, nested too deeply"),
     ],
 )
 def test_a_malformed_row_is_named(tmp_path: pathlib.Path, second: Any, message: str) -> None:
     name = _lines(tmp_path / "rows.jsonl", METAMATH, second, METAMATH)
     with pytest.raises(DataError, match=message):
         _read(name)
+
+
+def test_rows_that_cannot_be_used_are_told_apart_from_those_that_can(tmp_path: pathlib.Path) -> None:
+    """Also before the first usable row, which decides the format."""
+    name = _lines(tmp_path / "a.jsonl", "nonsense", [1], {"other": 1}, METAMATH, {"query": "a"}, METAMATH)
+    rows = list(open_source(name).rows())
+    assert [isinstance(row, sources.BadRow) for row in rows] == [True, True, True, False, True, False]
+    assert "a.jsonl, row 5 (line 5): missing key 'response'" in rows[4].reason
+
+
+def test_columns_that_nothing_reads_are_named(tmp_path: pathlib.Path) -> None:
+    name = _lines(tmp_path / "a.jsonl", METAMATH, METAMATH | {"input": "x", "score": 3})
+    unused: set[str] = set()
+    list(open_source(name).rows(unused))
+    assert unused == {"type", "original_question", "score"}
+
+
+@given(st.integers(1, 30), st.integers(0, 3), st.data())
+def test_a_part_is_drawn_by_seed(total: int, seed: int, data: st.DataObject) -> None:
+    whole = sources.Source("x", "f", lambda: iter([(str(n), {"text": str(n)}) for n in range(total)]))
+    count = data.draw(st.integers(1, total))
+    part = whole.part(count, seed=seed)
+    texts = [int(row.text) for row in part.rows()]
+    assert len(texts) == count
+    assert texts == sorted(set(texts))
+    assert texts == [int(row.text) for row in whole.part(count, seed=seed).rows()]
+    share = whole.part(0.5, seed=seed)
+    assert len(list(share.rows())) == max(1, round(0.5 * total))
+    assert len({whole.fingerprint, part.fingerprint, whole.part(count, seed=seed + 1).fingerprint}) == 3
+    with pytest.raises(DataError, match=f"{total + 1} rows are to be taken, it has {total}"):
+        whole.part(total + 1, seed=seed)
+
+
+def test_folders_and_texts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "set").mkdir()
+    _lines(tmp_path / "set" / "b.jsonl", METAMATH | {"query": "2"})
+    (tmp_path / "set" / "a.json").write_text(json.dumps([METAMATH | {"query": "1"}]))
+    (tmp_path / "set" / "README.md").write_text("words")
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+    rows = _read("$FOLDER/set")
+    assert [conversation[0].content for conversation in rows] == ["1", "2"]
+    for split in ("train", "test"):
+        _lines(tmp_path / "set" / f"{split}.jsonl", METAMATH | {"query": split})
+    [conversation] = open_source(str(tmp_path / "set"), split="test").conversations()
+    assert conversation[0].content == "test"
+    (tmp_path / "a.txt").write_text("Once.\n\nTwice.")
+    source = open_source(str(tmp_path / "a.txt"))
+    assert [row.text for row in source.rows()] == ["Once.\n\nTwice."]
+    with pytest.raises(DataError, match="a text, where a conversation is needed"):
+        list(source.conversations())
+
+
+def test_names_that_hold_from_anywhere(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _lines(tmp_path / "a.jsonl", METAMATH)
+    assert sources.absolute_name("a.jsonl") == str(tmp_path / "a.jsonl")
+    for name in ("problems", "owner/name", "absent.jsonl"):
+        assert sources.absolute_name(name) == name
 
 
 def _turns(*turns: tuple[Any, Any]) -> dict[str, Any]:
@@ -105,7 +165,7 @@ def _turns(*turns: tuple[Any, Any]) -> dict[str, Any]:
         ({"messages": []}, "last message must be the assistant's"),
         ({"messages": ["hi"]}, "message 1: expected an object with role and content, found text"),
         (_turns(("user", "a")), "last message must be the assistant's"),
-        (_turns(("human", "a")), "message 1: role 'human'; allowed: system, user, assistant"),
+        (_turns(("narrator", "a")), "message 1: role 'narrator'; allowed: system, user, assistant, tool, "),
         (_turns(("user", "a"), ("system", "b")), "message 2: a system message can only come first"),
         (_turns(("user", "a"), ("assistant", "")), "message 2: 'content' is empty"),
         (_turns(("user", "a"), ("user", "b"), ("assistant", "c")), "must take turns"),
@@ -130,7 +190,9 @@ def test_a_malformed_conversation_is_named(tmp_path: pathlib.Path, row: Any, mes
         ('[{"query": "a", "response": "b"}, {"query" 3}]', "row 2: invalid JSON"),
         ('[{"query": "a", "response": "b', "row 1: invalid JSON, Unterminated string"),
         ('[{"query": "a", "response": "b"}, 12]', "row 2: expected an object with keys, found a number"),
-        ('{"text": "a"}', "keys text fits no known format; known: query, response; instruction, output; "),
+        ('{"words": "a"}', "keys words fits no known format; known: query, response; instruction, output; "),
+        ('[{"query": ' + "9" * 5000 + "}]", "row 1: invalid JSON, Exceeds the limit"),
+        ("[" + '{"a":' * 100_000, "row 1: invalid JSON, nested too deeply"),
         ('{"query": "a", "response": "b", "messages": []}', "fits several formats"),
         ("{}", r"keys \(none\) fits no known format"),
     ],
@@ -144,8 +206,11 @@ def test_a_broken_file_is_named(tmp_path: pathlib.Path, text: str, message: str)
 
 def test_bytes_that_are_no_text_or_no_gzip_are_named(tmp_path: pathlib.Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"query": "\xff"}')
-    with pytest.raises(DataError, match=r"a\.jsonl: not UTF-8"):
+    with pytest.raises(DataError, match=r"a\.jsonl, row 1 \(line 1\): not UTF-8 text .* at byte 11"):
         _read(str(tmp_path / "a.jsonl"))
+    (tmp_path / "a.json").write_bytes(b'[{"query": "\xff"}]')
+    with pytest.raises(DataError, match=r"a\.json: not UTF-8"):
+        _read(str(tmp_path / "a.json"))
     (tmp_path / "b.jsonl.gz").write_bytes(b'{"query"')
     with pytest.raises(DataError, match=r"b\.jsonl\.gz: damaged or incomplete gzip"):
         _read(str(tmp_path / "b.jsonl.gz"))
@@ -158,7 +223,7 @@ def test_bytes_that_are_no_text_or_no_gzip_are_named(tmp_path: pathlib.Path) -> 
 def test_a_missing_source_says_what_would_do(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="no such file"):
         open_source(str(tmp_path / "none.json"))
-    with pytest.raises(DataError, match="is a folder"):
+    with pytest.raises(DataError, match="holds no file of rows"):
         open_source(str(tmp_path))
     monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"lazyjax\[hub\]"):
@@ -196,7 +261,7 @@ def test_the_fingerprint_follows_the_content(tmp_path: pathlib.Path) -> None:
 def test_memory_does_not_grow_with_the_file(
     tmp_path: pathlib.Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "_CHUNK_CHARACTERS", 1 << 16)
+    monkeypatch.setattr(json_rows, "_CHUNK_CHARACTERS", 1 << 16)
     path = tmp_path / "rows.json"
     row = json.dumps(METAMATH | {"query": "x" * 500})
     rows = 5_000

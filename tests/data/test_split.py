@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lazyjax.data.split import permutation, sample_rows, split_counts, split_rows
+from lazyjax.data.order import permutation
+from lazyjax.data.split import sample_rows, split_counts, split_rows
 from lazyjax.data.tokens import TokenizedRows
 
 

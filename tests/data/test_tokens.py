@@ -133,6 +133,99 @@ def test_the_cache_serves_the_same_rows_only(
     assert len(list(folder.iterdir())) == 4
 
 
+@pytest.mark.parametrize("damage", ["empty", "text", "half", "other_arrays", "out_of_range"])
+def test_a_damaged_cache_file_is_made_again(tokenizer: Any, tmp_path: pathlib.Path, damage: str) -> None:
+    folder = tmp_path / "cache"
+    source = _source(tmp_path, (3, 2), (1, 4))
+    made = tokens.tokenize(source, tokenizer, sequence_length=30, cache_folder=folder)
+    [file] = folder.iterdir()
+    with np.load(file) as whole:
+        arrays = dict(whole)
+    match damage:
+        case "empty":
+            file.write_bytes(b"")
+        case "text":
+            file.write_text("not an archive")
+        case "half":
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        case "other_arrays":
+            np.savez(file, **arrays | {"starts_S": arrays["starts_S"][:-1]})
+        case "out_of_range":
+            np.savez(file, **arrays | {"source_R": arrays["source_R"] + 5})
+    again = tokens.tokenize(source, tokenizer, sequence_length=30, cache_folder=folder)
+    assert again.fingerprint == made.fingerprint
+    with np.load(file) as whole:
+        np.testing.assert_array_equal(whole["starts_S"], made.starts_S)
+
+
+def test_a_cache_folder_is_tried_before_the_work(
+    tokenizer: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Source, "rows", lambda *_: pytest.fail("was read"))
+    source = _source(tmp_path, (3, 2))
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", pathlib.Path("/proc/none")):
+        with pytest.raises(DataError, match=r"data\.cache_folder: .* cannot be written"):
+            tokens.tokenize(source, tokenizer, sequence_length=30, cache_folder=folder)
+
+
+def test_a_cache_file_that_cannot_be_kept_costs_nothing(
+    tokenizer: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: Any, **arrays: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.warns(UserWarning, match="not kept .No space left"):
+        rows = tokens.tokenize(
+            _source(tmp_path, (3, 2)), tokenizer, sequence_length=30, cache_folder=tmp_path / "cache"
+        )
+    assert len(rows) == 1
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_rows_that_cannot_be_used_are_refused_or_counted_and_named(
+    tokenizer: Any, tmp_path: pathlib.Path
+) -> None:
+    good = {"instruction": "1", "output": "2"}
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps(row) for row in (good, good | {"output": ""}, good, good | {"instruction": 3})]
+    path.write_text("\n".join([*lines, "nonsense", json.dumps(good)]))
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 2 \(line 2\): 'output' is empty"):
+        tokens.tokenize(open_source(str(path)), tokenizer, sequence_length=30)
+    folder = tmp_path / "cache"
+    for _ in range(2):  # the second time from the cache
+        rows = tokens.tokenize(
+            open_source(str(path)), tokenizer, sequence_length=30, bad_rows="skip", cache_folder=folder
+        )
+        assert rows.source_R.tolist() == [0, 2, 5]
+        assert (rows.rows_read, rows.bad, rows.dropped) == (6, 3, 0)
+        assert [reason.rpartition(": ")[2] for reason in rows.reasons[:2]] == [
+            "'output' is empty",
+            "'instruction' must be text, found a number",
+        ]
+        assert "row 5 (line 5): invalid JSON" in rows.reasons[2]
+    path.write_text("\n".join(["nonsense", "{}"]))
+    with pytest.raises(DataError, match=r"none of 2 rows .*first that cannot be used: .*row 1 \(line 1\)"):
+        tokens.tokenize(open_source(str(path)), tokenizer, sequence_length=30, bad_rows="skip")
+
+
+def test_a_long_text_goes_on_in_the_next_rows(tokenizer: Any, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("\n".join(json.dumps({"text": "1" * count}) for count in (3, 25, 10)))
+    rows = tokens.tokenize(open_source(str(path)), tokenizer, sequence_length=10)
+    assert rows.source_R.tolist() == [0, 1, 1, 1, 2]
+    # The last digit of 10 and its end are 11 tokens; a piece of one token has nothing to predict it from.
+    assert rows.lengths_R.tolist() == [4, 10, 10, 6, 10]
+    assert (rows.truncated, rows.dropped) == (0, 0)
+    assert tokenizer.decode(rows.row(3)[0]) == "1" * 5 + tokenizer.eos_token
+    assert all(rows.row(index).response_T.all() for index in range(len(rows)))
+    dropped = tokens.tokenize(open_source(str(path)), tokenizer, sequence_length=10, too_long="drop")
+    assert (dropped.source_R.tolist(), dropped.dropped) == ([0], 2)
+    with pytest.raises(DataError, match=r"row 2: 26 tokens, but a sequence holds 10"):
+        tokens.tokenize(open_source(str(path)), tokenizer, sequence_length=10, too_long="error")
+
+
 def test_the_fingerprint_sees_every_part(tokenizer: Any, tmp_path: pathlib.Path) -> None:
     rows = tokens.tokenize(_source(tmp_path, (3, 2), (1, 4)), tokenizer, sequence_length=100)
 
