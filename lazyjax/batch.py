@@ -53,6 +53,18 @@ class Batch:
         """Tokens that are not padding."""
         return int((self.segment_ids_BT > 0).sum())
 
+    def with_rows(self, rows: int) -> Batch:
+        """The batch with rows of padding after its own, so that it has `rows` in all.
+
+        Padding is masked out of the loss and belongs to no segment: it changes neither the loss nor a
+        gradient.
+        """
+        missing = rows - self.rows
+        if not missing:
+            return self
+        padding = [(0, missing), (0, 0)]
+        return Batch(*(np.pad(getattr(self, field.name), padding) for field in dataclasses.fields(self)))
+
     def slice_rows(self, start: int, stop: int) -> Batch:
         """Rows [start, stop) as views."""
         return Batch(*(getattr(self, field.name)[start:stop] for field in dataclasses.fields(self)))

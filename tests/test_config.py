@@ -91,7 +91,7 @@ def test_frozen(write):
         (MINIMAL + "optimizer: {beta2: 1.0}\n", ["optimizer.beta2:", "less than 1"]),
         (MINIMAL + "data: {rows: 0}\n", ["data.rows:", "greater than 0"]),
         (MINIMAL + "data: {rows: 2.5}\n", ["data.rows:", "whole number", "2.5"]),
-        (MINIMAL + "data: {rows: 5}\nplan: {microbatches: 2}\n", ["data.rows (5)", "plan.microbatches (2)"]),
+        (MINIMAL + "data: {rows: 5}\nplan: {microbatches: 4}\n", ["data.rows (5)", "plan.microbatches (4)"]),
         (MINIMAL + "training: {steps: 2, epochs: 1}\n", ["training:", "steps and epochs"]),
         (MINIMAL + "training: {steps: 2}\noptimizer: {warmup_steps: 2}\n", ["optimizer.warmup_steps (2)"]),
         (MINIMAL + "plan: {planner: megatrain, device_bytes: 1e9}\n", ["plan:", "device_bytes", "milp"]),

@@ -282,8 +282,12 @@ class Config(_Group):
     @pydantic.model_validator(mode="after")
     def _fits_together(self) -> Config:
         rows, microbatches = self.data.rows, self.plan.microbatches
-        if self.plan.file is None and microbatches is not None and rows % microbatches:
-            raise ValueError(f"data.rows ({rows}) is not a multiple of plan.microbatches ({microbatches})")
+        if self.plan.file is None and microbatches is not None:
+            each = -(-rows // microbatches)
+            if rows <= (microbatches - 1) * each:
+                raise ValueError(
+                    f"plan.microbatches ({microbatches}) of {each} rows are more than data.rows ({rows}) fill"
+                )
         steps, warmup = self.training.steps, self.optimizer.warmup_steps
         if steps is not None and warmup >= steps:
             raise ValueError(f"optimizer.warmup_steps ({warmup}) leaves nothing of training.steps ({steps})")

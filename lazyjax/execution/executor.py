@@ -170,8 +170,9 @@ class Executor:
         self._steps += 1
         self._recorder.begin_step(self._steps)
         pending, self._pending = self._pending, None
+        executed = batch.with_rows(self.plan.executed_rows)
         state = _StepState(
-            self, self._schedule(batch.sequence_length), batch, learning_rate, pending, targets
+            self, self._schedule(batch.sequence_length), executed, learning_rate, pending, targets
         )
         state.walk()
         if not state.decided:
@@ -218,17 +219,15 @@ class Executor:
     def evaluate(self, batch: Batch) -> tuple[float, int]:
         """Sum of -log p over the batch's target tokens, and their number; flushes pending updates."""
         self.flush()
-        return self._forward.loss_sum(batch, self._forward_microbatches(batch)), batch.target_tokens
+        # As many rows at once as in training; a batch of other rows is cut by the same size.
+        rows = min(batch.rows, self.plan.microbatch_rows)
+        count = -(-batch.rows // rows)
+        return self._forward.loss_sum(batch.with_rows(count * rows), count), batch.target_tokens
 
     def logits(self, batch: Batch) -> np.ndarray:
         """fp32 logits [B, T, V] of a short batch; flushes pending updates."""
         self.flush()
         return self._forward.logits(batch)
-
-    def _forward_microbatches(self, batch: Batch) -> int:
-        """As many rows at once as in training; a batch of other rows is cut by the same size."""
-        rows = self.plan.microbatch_rows
-        return batch.rows // rows if batch.rows % rows == 0 else 1
 
     def timeline(self) -> Timeline:
         """Events and memory of the last step (of the one running, from another thread)."""

@@ -83,7 +83,8 @@ class Plan(_Model):
     Attributes:
         rows, sequence_length: the batch the plan was made for. A shorter sequence runs under the
             same plan; other rows do not.
-        microbatches: M; all M pass a layer before the next layer's parameters are needed.
+        microbatches: M; all M pass a layer before the next layer's parameters are needed. All have
+            the same rows; where M does not divide the batch, rows of padding fill the last one.
         prefetch: parameter slabs on the device during the forward pass (1: none ahead).
         backward_prefetch: the same during the backward pass.
         reload_ahead: microbatches ahead at which residuals are brought back to the device. A slab
@@ -113,8 +114,13 @@ class Plan(_Model):
 
     @property
     def microbatch_rows(self) -> int:
-        """Rows of one microbatch."""
-        return self.rows // self.microbatches
+        """Rows of one microbatch, padding included."""
+        return -(-self.rows // self.microbatches)
+
+    @property
+    def executed_rows(self) -> int:
+        """Rows of all microbatches, padding included."""
+        return self.microbatches * self.microbatch_rows
 
     def fingerprint(self) -> str:
         """A short digest of the decisions (not of the prediction)."""
@@ -149,6 +155,11 @@ def load_plan(path: pathlib.Path) -> Plan:
         raise PlanError(f"plan {path}: {key}: {first['msg']}") from error
 
 
+def leaves_one_empty(rows: int, microbatches: int) -> bool:
+    """Whether equal microbatches that hold `rows` in all would leave the last without a row."""
+    return rows <= (microbatches - 1) * -(-rows // microbatches)
+
+
 def validate_plan(plan: Plan, spec: ModelSpec, residual_names: Sequence[Sequence[str]]) -> None:
     """Checks that `plan` can be executed for `spec`.
 
@@ -162,8 +173,11 @@ def validate_plan(plan: Plan, spec: ModelSpec, residual_names: Sequence[Sequence
         raise PlanError(f"model: the plan is for {plan.model!r}, the model is {spec.name!r}")
     if len(plan.layers) != len(spec.layers):
         raise PlanError(f"layers: {len(plan.layers)} entries, the model has {len(spec.layers)}")
-    if plan.rows % plan.microbatches:
-        raise PlanError(f"microbatches: {plan.microbatches} does not divide rows: {plan.rows}")
+    if leaves_one_empty(plan.rows, plan.microbatches):
+        raise PlanError(
+            f"microbatches: {plan.microbatches} of {plan.microbatch_rows} rows are more than rows: "
+            f"{plan.rows} fill"
+        )
     last = len(plan.layers) - 1
     for index, (layer, names) in enumerate(zip(plan.layers, residual_names, strict=True)):
         where = f"layers.{index} ({spec.layers[index].name})"

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 from lazyjax.planning.layer_work import SaveSet
-from lazyjax.planning.plan import LayerPlan, Plan, PlanError
+from lazyjax.planning.plan import LayerPlan, Plan, PlanError, leaves_one_empty
 from lazyjax.planning.problem import Problem, save_options
 from lazyjax.planning.schedule import Kind, ModelSizes, Operation
 from lazyjax.specs import ModelSpec, Tier
@@ -23,6 +24,8 @@ Update = Literal["deferred", "immediate"]
 
 #: Tokens of the microbatch for which sets of residuals are weighed.
 _USUAL_TOKENS = 8192
+#: Rows of padding per row that microbatches of an awkward batch may need.
+_MOST_PADDING = 1 / 8
 #: Layers per segment that the search considers.
 LONGEST_SEGMENT = 4
 
@@ -83,7 +86,8 @@ class Request:
         """Checks the batch.
 
         Raises:
-            PlanError: rows or tokens below 1, or rows that devices or microbatches do not divide.
+            PlanError: rows or tokens below 1, rows that devices do not divide, or microbatches that rows
+                do not fill or devices do not divide.
         """
         for name in ("rows", "sequence_length"):
             if getattr(self, name) < 1:
@@ -91,23 +95,38 @@ class Request:
         if self.rows % self.devices:
             raise PlanError(f"rows: {self.rows} cannot be split over {self.devices} devices")
         count = self.microbatches
-        if count is not None and (count < 1 or self.rows // self.devices % count):
-            share = f"{self.rows // self.devices} rows" + (" of a device" if self.devices > 1 else "")
-            raise PlanError(f"microbatches: {count} does not divide the {share}")
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, ascending."""
-    return tuple(d for d in range(1, number + 1) if number % d == 0)
+        if count is not None and (count < 1 or leaves_one_empty(self.rows, count)):
+            raise PlanError(f"microbatches: {count} cannot be made of {self.rows} rows")
+        if count is not None and (each := -(-self.rows // count)) % self.devices:
+            raise PlanError(
+                f"microbatches: {count} have {each} rows each, "
+                f"which {self.devices} devices cannot share equally"
+            )
 
 
 def microbatch_counts(rows: int, devices: int = 1) -> tuple[int, ...]:
-    """Divisors of `rows` in steps of at least 1.5, so that neighbours differ."""
-    chosen: list[int] = []
-    for count in divisors(rows // devices):
-        if not chosen or count >= 1.5 * chosen[-1]:
-            chosen.append(count)
+    """Numbers of microbatches in steps of 1.5 to 2, of those the ones that need least padding.
+
+    Where none up to twice the last needs as little as `_MOST_PADDING`, the next that does.
+    """
+    chosen = [1]
+    while chosen[-1] * devices < rows:
+        least = math.ceil(1.5 * chosen[-1])
+        wanted = range(least, 2 * chosen[-1] + 1)
+        found = min((padding_share(rows, count, devices), count) for count in wanted)
+        if found[0] > _MOST_PADDING:
+            later = range(2 * chosen[-1] + 1, rows // devices + 1)
+            found = next((0.0, c) for c in later if padding_share(rows, c, devices) <= _MOST_PADDING)
+        chosen.append(found[1])
     return tuple(chosen)
+
+
+def padding_share(rows: int, microbatches: int, devices: int = 1) -> float:
+    """Rows of padding per row of the batch; infinite for microbatches that cannot be made."""
+    each = -(-rows // microbatches)
+    if each % devices or leaves_one_empty(rows, microbatches):
+        return math.inf
+    return microbatches * each / rows - 1
 
 
 def settings_of(request: Request) -> list[Plan]:

@@ -36,8 +36,8 @@ _Group = tuple[str, Kind, tuple[str, ...]]
 def timed_rows(rows: int, *, microbatches: int | None = None, devices: int = 1) -> tuple[int, ...]:
     """Microbatch sizes to time for a batch of `rows`: the only one, or the smallest and the largest."""
     if microbatches is not None:
-        return (rows // microbatches,)
-    sizes = [rows // count for count in microbatch_counts(rows, devices)]
+        return (-(-rows // microbatches),)
+    sizes = [-(-rows // count) for count in microbatch_counts(rows, devices)]
     return tuple(sorted({min(sizes), max(sizes)}))
 
 
@@ -62,7 +62,7 @@ def time_kernels(
 
     Args:
         predicted: rows of a microbatch -> costs from rates.
-        sizes: rows of the microbatches to time, divisors of `rows`.
+        sizes: rows of the microbatches to time.
         rows: of the batch.
     """
     template = kernels.template
@@ -70,7 +70,7 @@ def time_kernels(
     operations: dict[int, dict[MeasuredKey, Operation]] = {}
     for size in sizes:
         costs = predicted(size)
-        batch = {"rows": rows, "sequence_length": costs.sequence_length, "microbatches": rows // size}
+        batch = {"rows": rows, "sequence_length": costs.sequence_length, "microbatches": -(-rows // size)}
         operations[size] = {
             measured_key(operation, template.spec): operation
             for planner in (recompute_all, keep_all)

@@ -42,10 +42,10 @@ def kernels(model: ModelTemplate, devices: int = 1) -> Kernels:
 
 
 @functools.cache
-def expectation(model: ModelTemplate, segments: bool = False):
+def expectation(model: ModelTemplate, segments: bool = False, rows: int = ROWS):
     """Losses of three steps, gradients of the first, parameters after the last."""
     parameters = reference.random_parameters(model, seed=1)
-    batches = batches_of(segments)
+    batches = batches_of(segments, rows)
     _, gradients = reference.loss_and_gradients(model, parameters, batches[0])
     losses, final = reference.train(
         model, parameters, batches, learning_rate=RATE, clip_norm=CLIP, weight_decay=DECAY, eps=EPS
@@ -53,9 +53,9 @@ def expectation(model: ModelTemplate, segments: bool = False):
     return losses, gradients, final
 
 
-def batches_of(segments: bool = False):
+def batches_of(segments: bool = False, rows: int = ROWS):
     return [
-        reference.random_batch(seed, ROWS, LENGTH, tiny.VOCABULARY, segments=segments) for seed in range(3)
+        reference.random_batch(seed, rows, LENGTH, tiny.VOCABULARY, segments=segments) for seed in range(3)
     ]
 
 
@@ -89,9 +89,9 @@ def assert_close(actual: np.ndarray, expected: object, name: str, bound: float =
 def check_against_oracle(
     model: ModelTemplate, plan: Plan, folder: pathlib.Path, devices: int = 1, segments: bool = False
 ) -> None:
-    losses, gradients, final = expectation(model, segments)
+    losses, gradients, final = expectation(model, segments, plan.rows)
     with executor_for(model, plan, folder, devices) as (executor, store), jax.transfer_guard("disallow"):
-        for step, batch in enumerate(batches_of(segments)):
+        for step, batch in enumerate(batches_of(segments, plan.rows)):
             result = executor.train_step(batch, RATE)
             assert not result.skipped
             assert result.loss == pytest.approx(losses[step], rel=1e-6 if step == 0 else 1e-5)
@@ -174,6 +174,21 @@ def mixed_plan(model: ModelTemplate, microbatches: int, **decisions: object) -> 
 def test_mixed_plans_equal_the_oracle(family: str, decisions: dict, tmp_path: pathlib.Path) -> None:
     model = tiny.template(family, tied=False)
     check_against_oracle(model, mixed_plan(model, **decisions), tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5"])
+def test_rows_of_padding_change_nothing(family: str, tmp_path: pathlib.Path) -> None:
+    """Five rows in three microbatches of two: the last one holds a row of padding."""
+    model = tiny.template(family, tied=True)
+    plan = mixed_plan(model, 3, handoff="host").model_copy(update={"rows": 5})
+    assert (plan.microbatch_rows, plan.executed_rows) == (2, 6)
+    check_against_oracle(model, plan, tmp_path)
+    with executor_for(model, plan, tmp_path) as (executor, _):
+        batch = batches_of(rows=5)[0]
+        whole, tokens = executor.evaluate(batch)
+        assert tokens == batch.target_tokens
+        executor.set_plan(plan.model_copy(update={"microbatches": 1}))
+        assert executor.evaluate(batch)[0] == pytest.approx(whole, rel=1e-6)
 
 
 @pytest.mark.parametrize("tied", [True, False])

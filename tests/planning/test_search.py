@@ -2,7 +2,9 @@
 
 import dataclasses
 import io
+import itertools
 import json
+import math
 import re
 
 import numpy as np
@@ -18,7 +20,13 @@ from lazyjax.planning.command import InfeasibleError, baseline_lines, solve_cach
 from lazyjax.planning.feasibility import feasible, largest_batch
 from lazyjax.planning.milp import memory_shortfall
 from lazyjax.planning.plan import PlanError, load_plan
-from lazyjax.planning.question import divisors, lean_problem, microbatch_counts, problem_of, settings_of
+from lazyjax.planning.question import (
+    lean_problem,
+    microbatch_counts,
+    padding_share,
+    problem_of,
+    settings_of,
+)
 from lazyjax.planning.report import comparison, explain, plan_report
 from lazyjax.planning.request import build_request, request_key
 from lazyjax.planning.search import find_plan, predict
@@ -123,8 +131,17 @@ def test_largest_batch_fits_and_one_more_does_not(request_):
 
 
 def test_counts_of_microbatches():
-    assert divisors(12) == (1, 2, 3, 4, 6, 12)
     assert microbatch_counts(72) == (1, 2, 3, 6, 9, 18, 36, 72)
+    assert microbatch_counts(5) == (1, 5)
+    assert microbatch_counts(28, devices=4) == (1, 7)
+    for rows in (*range(1, 200), 1009, 4093, 4096):
+        counts = microbatch_counts(rows)
+        assert counts[0] == 1
+        assert counts[-1] == rows
+        assert len(counts) <= 2 + math.log(rows, 1.5)
+        assert all(padding_share(rows, count) <= 1 / 8 for count in counts)
+        # Enough of them: from one to the next less than threefold, where rows are not very few.
+        assert all(b < 3 * a for a, b in itertools.pairwise(counts)) or rows < 60
 
 
 def test_what_is_shared_between_layers_of_one_kind_is_right_for_each():
@@ -160,8 +177,10 @@ def test_command_writes_a_plan_a_picture_and_a_trace(tmp_path, capsys):
 
 
 def test_batches_that_cannot_be_cut_are_refused(request_):
-    with pytest.raises(PlanError, match="microbatches: 3 does not divide the 8 rows"):
-        dataclasses.replace(request_, microbatches=3)
+    with pytest.raises(PlanError, match="microbatches: 7 cannot be made of 8 rows"):
+        dataclasses.replace(request_, microbatches=7)
+    with pytest.raises(PlanError, match="3 have 3 rows each, which 2 devices cannot share"):
+        dataclasses.replace(request_, microbatches=3, devices=2)
     with pytest.raises(PlanError, match="rows: must be at least 1"):
         dataclasses.replace(request_, rows=0)
     with pytest.raises(PlanError, match="cannot be split over 3 devices"):

@@ -220,6 +220,6 @@ def test_state_bytes_are_those_allocated(small):
     assert setup.training_state_bytes(template.spec, optimizer, gradient_dtype="float32") == allocated
 
 
-def test_microbatches_must_divide_rows(small):
-    with pytest.raises(ConfigError, match=r"data\.rows \(4\).*plan\.microbatches \(3\)"):
+def test_microbatches_must_be_filled_by_rows(small):
+    with pytest.raises(ConfigError, match=r"plan\.microbatches \(3\) of 2 rows.*data\.rows \(4\)"):
         small(plan__microbatches=3)
