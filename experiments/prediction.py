@@ -12,10 +12,10 @@ from rich.console import Console
 from experiments.published import TABLE_5
 from lazyjax.hardware.profile import load_profile
 from lazyjax.models.registry import architecture, build_template
-from lazyjax.planning.cache import default_folder
-from lazyjax.planning.command import baseline_lines, solve_cached, verify_for
-from lazyjax.planning.report import comparison, line_of
-from lazyjax.planning.request import build_request
+from lazyjax.planning.commands.report import baseline_rows, comparison, comparison_row
+from lazyjax.planning.plan.cache import default_folder
+from lazyjax.planning.planner.request import build_request
+from lazyjax.planning.planner.service import solve_cached, verify_for
 
 MODEL, MACHINE = "Qwen3.6-27B", "h800-paper"
 ROWS, SEQUENCE_LENGTH = 72, 1024
@@ -40,9 +40,9 @@ def print_prediction(
     with console.status(f"planning {MODEL}, {ROWS} x {SEQUENCE_LENGTH} tokens, on {MACHINE} ..."):
         plan, _ = solve_cached(request, folder or default_folder(), time_limit_seconds=time_limit_seconds)
         verification = verify_for(request, plan)
-        baselines = baseline_lines(request)
+        baselines = baseline_rows(request)
     peaks = {tier.value: size for tier, size in verification.peak_bytes.items()}
-    own = line_of(request, "lazyjax", plan, verification.period_seconds, peaks)
+    own = comparison_row(request, "lazyjax", plan, verification.period_seconds, peaks)
     console.print(f"{MODEL}, {ROWS} x {SEQUENCE_LENGTH} tokens, {MACHINE}:", highlight=False)
     console.print(comparison([own, *baselines], request))
     paper = ", ".join(f"{name} {TABLE_5[name][0]}" for name in ("MegaTrain", "LazyTrain"))

@@ -20,22 +20,22 @@ from lazyjax.hardware.profile import HardwareProfile, load_profile
 from lazyjax.models.registry import architecture, build_template
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import make_host_optimizer
-from lazyjax.planning import cache
-from lazyjax.planning.baselines import lazytrain, megatrain
-from lazyjax.planning.command import InfeasibleError, solve_cached, verify_for
-from lazyjax.planning.costs import Costs, static_host_bytes
-from lazyjax.planning.critical import exposed_seconds
-from lazyjax.planning.feasibility import largest_batch
-from lazyjax.planning.layer_work import SaveSet
-from lazyjax.planning.plan import Boundary, Plan
-from lazyjax.planning.plan_only import MixtureOfExperts, described_costs, lazytrain_host_bytes
-from lazyjax.planning.question import CostModel, Request
-from lazyjax.planning.report import model_tflops
-from lazyjax.planning.request import build_request
-from lazyjax.planning.schedule import Kind, Operation, build_schedule
-from lazyjax.planning.search import find_plan
-from lazyjax.planning.simulate import simulate
-from lazyjax.planning.verify import used_bytes
+from lazyjax.planning.commands.report import model_tflops
+from lazyjax.planning.costs.described import MixtureOfExperts, described_costs, lazytrain_host_bytes
+from lazyjax.planning.costs.layers import SaveSet
+from lazyjax.planning.costs.seconds import Costs, static_host_bytes
+from lazyjax.planning.plan import cache
+from lazyjax.planning.plan.baselines import lazytrain, megatrain
+from lazyjax.planning.plan.document import Boundary, Plan
+from lazyjax.planning.planner.feasibility import largest_batch
+from lazyjax.planning.planner.question import CostModel, Request
+from lazyjax.planning.planner.request import build_request
+from lazyjax.planning.planner.search import find_plan
+from lazyjax.planning.planner.service import InfeasibleError, solve_cached, verify_for
+from lazyjax.planning.program.critical import exposed_seconds
+from lazyjax.planning.program.schedule import Action, Operation, build_schedule
+from lazyjax.planning.program.simulate import simulate
+from lazyjax.planning.program.verify import used_bytes
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
 
@@ -66,13 +66,13 @@ class AutogradCosts:
     def operation_seconds(self, operation: Operation) -> float:
         """Seconds of one operation."""
         seconds = self.costs.operation_seconds
-        match operation.kind:
-            case Kind.BACKWARD if self.names[operation.layer]:
+        match operation.action:
+            case Action.BACKWARD if self.names[operation.layer]:
                 everything = tuple(sorted(self.names[operation.layer]))
                 pure = dataclasses.replace(operation, saved=everything)
-                again = dataclasses.replace(operation, kind=Kind.RECOMPUTE, saved=())
+                again = dataclasses.replace(operation, action=Action.RECOMPUTE, saved=())
                 return seconds(pure) + seconds(again)
-            case Kind.UPDATE:
+            case Action.UPDATE:
                 return seconds(operation) * self.update_bytes / _PROFILE_BYTES
             case _:
                 return seconds(operation)
@@ -81,17 +81,17 @@ class AutogradCosts:
         """As the costs it wraps."""
         return self.costs.save_sets(kind)
 
-    def working_bytes(self, kind: Kind, layer: int, saved: tuple[str, ...]) -> int:
+    def working_bytes(self, action: Action, layer: int, saved: tuple[str, ...]) -> int:
         """As the costs it wraps."""
-        return self.costs.working_bytes(kind, layer, saved)
+        return self.costs.working_bytes(action, layer, saved)
 
     def operation_flops(self, operation: Operation) -> int:
         """Matrix FLOPs of one operation, with the forward pass that autograd runs again."""
         flops = self.costs.operation_flops
-        if operation.kind is Kind.BACKWARD and self.names[operation.layer]:
+        if operation.action is Action.BACKWARD and self.names[operation.layer]:
             everything = tuple(sorted(self.names[operation.layer]))
             pure = dataclasses.replace(operation, saved=everything)
-            return flops(pure) + flops(dataclasses.replace(operation, kind=Kind.RECOMPUTE, saved=()))
+            return flops(pure) + flops(dataclasses.replace(operation, action=Action.RECOMPUTE, saved=()))
         return flops(operation)
 
 

@@ -29,7 +29,7 @@ def train(arguments: Sequence[str]) -> None:
 
 def plan(arguments: Sequence[str]) -> None:
     """Plan a step: lazyjax plan --model NAME --hardware PROFILE --batch ROWS --seq TOKENS [--help]."""
-    from lazyjax.planning.command import plan_command
+    from lazyjax.planning.commands.plan import plan_command
 
     plan_command(arguments)
 
@@ -46,7 +46,7 @@ def profile(arguments: Sequence[str]) -> None:
     options = parser.parse_args(list(arguments))
 
     from lazyjax.models.registry import architecture, build_template
-    from lazyjax.planning.machine import profile_machine
+    from lazyjax.planning.commands.profile import profile_machine
 
     template = build_template(architecture(options.model))
     profile_machine(options.out, template, name=options.out.stem, nvme_folder=options.nvme_folder)

@@ -35,7 +35,7 @@ class Event:
 
     step: int
     operation: int
-    kind: str
+    action: str
     resource: Resource
     layer: int
     microbatch: int | None
@@ -46,7 +46,7 @@ class Event:
     @property
     def name(self) -> str:
         """A short label such as `backward 12/3`."""
-        return f"{self.kind} {self.layer}" + ("" if self.microbatch is None else f"/{self.microbatch}")
+        return f"{self.action} {self.layer}" + ("" if self.microbatch is None else f"/{self.microbatch}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Timeline:
                 "pid": 0,
                 "tid": lanes[event.resource],
                 "name": event.name,
-                "cat": event.kind,
+                "cat": event.action,
                 "ts": event.start_seconds * 1e6,
                 "dur": (event.end_seconds - event.start_seconds) * 1e6,
                 "args": {"step": event.step, "operation": event.operation, "bytes": event.bytes},

@@ -42,12 +42,12 @@ from lazyjax.models.registry import architecture, build_template
 from lazyjax.models.template import Context, ModelTemplate
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.make import make_host_optimizer
-from lazyjax.planning.baselines import recompute_all
-from lazyjax.planning.costs import model_flops, template_costs
-from lazyjax.planning.machine import block_shapes, update_probe
-from lazyjax.planning.plan import Boundary, LayerPlan, Plan
-from lazyjax.planning.schedule import build_schedule
-from lazyjax.planning.simulate import simulate
+from lazyjax.planning.costs.probes import block_shapes, update_probe
+from lazyjax.planning.costs.seconds import model_flops, template_costs
+from lazyjax.planning.plan.baselines import recompute_all
+from lazyjax.planning.plan.document import Boundary, LayerPlan, Plan
+from lazyjax.planning.program.schedule import build_schedule
+from lazyjax.planning.program.simulate import simulate
 from lazyjax.specs import Tier
 from lazyjax.storage.host import HostStore, allocate_host_store
 

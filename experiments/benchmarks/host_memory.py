@@ -32,7 +32,7 @@ from lazyjax.models.architecture import Qwen2Architecture, Rope
 from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.make import make_host_optimizer
-from lazyjax.planning.baselines import BASELINES
+from lazyjax.planning.plan.baselines import BASELINES
 from lazyjax.storage.host import allocate_host_store
 from lazyjax.training.setup import training_state_bytes
 

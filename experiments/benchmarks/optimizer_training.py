@@ -36,8 +36,8 @@ from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.storage.host import allocate_host_store
 from lazyjax.training.learning_rate import learning_rates
-from lazyjax.training.planning import choose_plan
 from lazyjax.training.setup import Batches, make_optimizer, read_architecture, read_batches
+from lazyjax.training.start_plan import choose_plan
 
 CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "qwen27b_smoke.yaml"
 RESULTS = pathlib.Path(__file__).parent / "results"

@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
-from lazyjax.planning.batch_replay import BatchReplay
-from lazyjax.planning.milp import solve, window_period
-from lazyjax.planning.plan import LayerPlan, Plan
-from lazyjax.planning.problem import Problem, SegmentChoice
-from lazyjax.planning.schedule import Kind, LayerSizes, ModelSizes, Operation, build_schedule
-from lazyjax.planning.verify import state_bytes_per_tier
-from lazyjax.planning.window_memory import memory_rows, peak_bytes
-from lazyjax.planning.windows import WindowModel
+from lazyjax.planning.plan.document import LayerPlan, Plan
+from lazyjax.planning.planner.batch_replay import BatchReplay
+from lazyjax.planning.planner.milp import solve, window_period
+from lazyjax.planning.planner.problem import Problem, SegmentChoice
+from lazyjax.planning.planner.window_memory import memory_rows, peak_bytes
+from lazyjax.planning.planner.windows import WindowModel
+from lazyjax.planning.program.schedule import Action, LayerSizes, ModelSizes, Operation, build_schedule
+from lazyjax.planning.program.verify import state_bytes_per_tier
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
 
@@ -50,15 +50,15 @@ class RandomSeconds:
 
     def __call__(self, operation: Operation) -> float:
         """Seconds of one operation."""
-        match operation.kind:
-            case Kind.FORWARD | Kind.RECOMPUTE:
+        match operation.action:
+            case Action.FORWARD | Action.RECOMPUTE:
                 return float(self.forward[operation.layer])
-            case Kind.LOSS:
+            case Action.LOSS:
                 return float(3 * self.forward[operation.layer])
-            case Kind.BACKWARD:
+            case Action.BACKWARD:
                 gain = sum(self.gain[operation.layer][name] for name in operation.saved)
                 return float(self.forward[operation.layer] * (3.0 - gain))
-            case Kind.UPDATE:
+            case Action.UPDATE:
                 return float(self.update[operation.layer])
             case _:
                 return operation.bytes / 100.0 / self.rate[operation.resource]
@@ -120,7 +120,7 @@ def draw_roomy(rng: np.random.Generator, most_blocks: int) -> Problem:
         model="random", planner="none", rows=microbatches, sequence_length=1, microbatches=microbatches,
         prefetch=int(rng.integers(1, 4)), backward_prefetch=int(rng.integers(1, 4)),
         reload_ahead=int(rng.integers(1, 3)),
-        handoff="host" if rng.random() < 0.25 else "device",
+        interlayer_home="host" if rng.random() < 0.25 else "device",
         update="immediate" if rng.random() < 0.3 else "deferred",
         layers=tuple(LayerPlan() for _ in layers),
     )  # fmt: skip

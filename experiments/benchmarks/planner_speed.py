@@ -3,7 +3,7 @@
 Command:  python -m experiments.benchmarks.planner_speed [--solver HIGHS|CBC] [--repeats 3] [--save]
 64 blocks, embedding and head, all decisions open; H800 and RTX 3090, each with the profile's host
 memory and with little, where optimizer state has to live on NVMe. Each case is a new process that
-traces the model, searches over microbatches, prefetch and handoff, and verifies the plan. Times are
+traces the model, searches over microbatches, prefetch and interlayer home, and verifies the plan. Times are
 from the start of the search; importing JAX and building the model comes on top and is told too.
 Target: at most 10 s on 2 cores to a gap of at most 1 %. Expected: 5 to 9 s, gaps of 0.1 to 0.9 %.
 """
@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 from experiments.benchmarks.provenance import ROOT, provenance
 from lazyjax.hardware.profile import load_profile
 from lazyjax.models.registry import architecture, build_template
-from lazyjax.planning.command import verify_for
-from lazyjax.planning.milp import solvers
-from lazyjax.planning.question import Request
-from lazyjax.planning.request import build_request
-from lazyjax.planning.search import find_plan
+from lazyjax.planning.planner.milp import solvers
+from lazyjax.planning.planner.question import Request
+from lazyjax.planning.planner.request import build_request
+from lazyjax.planning.planner.search import find_plan
+from lazyjax.planning.planner.service import verify_for
 from lazyjax.specs import Tier
 
 RESULT = pathlib.Path(__file__).parent / "results" / "planner_speed.md"

@@ -41,12 +41,12 @@ from lazyjax.models.registry import build_template
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.make import make_host_optimizer
-from lazyjax.planning.baselines import keep_all, megatrain, recompute_all
-from lazyjax.planning.costs import Costs, MeasuredKey, template_costs
-from lazyjax.planning.machine import block_shapes, update_probe
-from lazyjax.planning.plan import Boundary, LayerPlan, Plan
-from lazyjax.planning.schedule import Kind, build_schedule
-from lazyjax.planning.simulate import simulate
+from lazyjax.planning.costs.probes import block_shapes, update_probe
+from lazyjax.planning.costs.seconds import Costs, MeasuredKey, template_costs
+from lazyjax.planning.plan.baselines import keep_all, megatrain, recompute_all
+from lazyjax.planning.plan.document import Boundary, LayerPlan, Plan
+from lazyjax.planning.program.schedule import Action, build_schedule
+from lazyjax.planning.program.simulate import simulate
 from lazyjax.specs import Tier
 
 DTYPE = "float32"
@@ -143,7 +143,7 @@ def alternate(
         sizes = costs_at(some_profile, rows).sizes
         plans_of_size = [plan for plan in chosen.values() if plan.microbatch_rows == rows]
         keys[rows] = kernels_of([build_schedule(plan, sizes) for plan in plans_of_size], kernels)
-    backward = MeasuredKey(template.spec.layers[1].kind, Kind.BACKWARD, (), False, False)
+    backward = MeasuredKey(template.spec.layers[1].kind, Action.BACKWARD, (), False, False)
     store = random_store(template, gradient_dtype=DTYPE)
     executor = Executor(kernels, first, store, HostUpdates(store, optimizer), clip=ClipRule())
     profiles: list[HardwareProfile] = []

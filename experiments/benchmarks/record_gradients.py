@@ -26,8 +26,8 @@ from lazyjax.optim.hybrid8bit import MIN_8BIT_SIZE
 from lazyjax.specs import BLOCK_ELEMENTS, SlabLayout
 from lazyjax.storage.host import LayerSlabs, allocate_host_store
 from lazyjax.training.learning_rate import learning_rates
-from lazyjax.training.planning import choose_plan
 from lazyjax.training.setup import read_architecture, read_batches
+from lazyjax.training.start_plan import choose_plan
 
 CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "qwen27b_smoke.yaml"
 BLOCKS_PER_TENSOR = 8

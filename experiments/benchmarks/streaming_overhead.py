@@ -37,7 +37,7 @@ from lazyjax.models.registry import build_template
 from lazyjax.models.template import Context, ModelTemplate
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.make import make_host_optimizer
-from lazyjax.planning.baselines import recompute_all
+from lazyjax.planning.plan.baselines import recompute_all
 from lazyjax.storage.host import allocate_host_store
 
 RATE, CLIP, DECAY = 1e-4, 1.0, 0.01

@@ -180,7 +180,7 @@ class PlanConfig(_Group):
         prefetch: parameter slabs on the device during the forward pass (1: none ahead).
         backward_prefetch: the same during the backward pass.
         update: `deferred` runs the host update under the next step's forward pass.
-        handoff: where activations wait between a layer and the next.
+        interlayer_home: where activations wait between a layer and the next.
         devices: how many share every batch and every slab.
         nvme_folder: a folder on an NVMe drive; without one, plans use host memory instead.
         hardware: what the `milp` planner knows of the machine: `calibrate` measures this one and times
@@ -192,7 +192,7 @@ class PlanConfig(_Group):
         replan_after_steps: steps after which measured times replace predicted ones and the plan is
             solved again; one that is better by more than 3 % then replaces it. Off by default.
 
-    The five keys from microbatches to handoff are the planner's choice where they are left out.
+    The five keys from microbatches to interlayer_home are the planner's choice where they are left out.
     """
 
     planner: Literal["recompute_all", "keep_all", "megatrain", "lazytrain", "milp"] = "milp"
@@ -201,7 +201,7 @@ class PlanConfig(_Group):
     prefetch: PositiveInt | None = None
     backward_prefetch: PositiveInt | None = None
     update: Literal["deferred", "immediate"] | None = None
-    handoff: Literal["device", "host"] | None = None
+    interlayer_home: Literal["device", "host"] | None = None
     devices: PositiveInt = 1
     nvme_folder: PathKey | None = None
     hardware: NameOrPath = "auto"

@@ -1,6 +1,6 @@
 """Times every compiled kernel that schedules call, once, on the device in use.
 
-What comes out replaces predicted seconds and working sets in `lazyjax.planning.costs`. Kernels run
+What comes out replaces predicted seconds and working sets in `lazyjax.planning.costs.seconds`. Kernels run
 alone: what they lose to transfers or host updates on the same memory is not in these figures. The
 simulator, too, takes its resources to be independent. On a CPU backend they are not: copies and
 updates run on the cores that compute. `measure_contention` says how much of a second of copying or
@@ -27,9 +27,9 @@ import numpy as np
 from lazyjax.execution.kernels import DeviceBatch, DeviceSlab, Kernels
 from lazyjax.models.residuals import forward_saving
 from lazyjax.models.template import Context
-from lazyjax.planning.costs import MeasuredKey, measured_key
-from lazyjax.planning.schedule import COMPUTE_KINDS, Kind, Schedule
-from lazyjax.planning.simulate import Simulation
+from lazyjax.planning.costs.seconds import MeasuredKey, measured_key
+from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, Action, Schedule
+from lazyjax.planning.program.simulate import Simulation
 from lazyjax.timeline import Resource
 
 
@@ -46,7 +46,7 @@ def kernels_of(schedules: Iterable[Schedule], kernels: Kernels) -> tuple[Measure
         measured_key(operation, kernels.template.spec): None
         for schedule in schedules
         for operation in schedule.operations
-        if operation.kind in COMPUTE_KINDS
+        if operation.action in COMPUTE_ACTIONS
     }
     return tuple(found)
 
@@ -218,10 +218,10 @@ class _Calls:
             return self._zeros(of_layer) if key.accumulates else None
 
         match key.phase:
-            case Kind.FORWARD:
+            case Action.FORWARD:
                 x = self.batch.tokens_BT if layer == 0 else self.x_BTD
                 return self.kernels.forward(kind, names), lambda: (slab, x, context)
-            case Kind.LOSS:
+            case Action.LOSS:
                 tied = self.spec.tied
                 table = self._slab(0) if tied else None
                 scale = jnp.float32(1.0)
@@ -229,10 +229,10 @@ class _Calls:
                     accumulator(), accumulator(0) if tied else None,
                     slab, table, self.x_BTD, self.batch, scale,
                 )  # fmt: skip
-            case Kind.BACKWARD if layer == 0:
+            case Action.BACKWARD if layer == 0:
                 kernel = self.kernels.embed_backward(key.accumulates, key.last)
                 return kernel, lambda: (accumulator(), self.batch.tokens_BT, self.x_BTD)
-            case Kind.BACKWARD:
+            case Action.BACKWARD:
                 residuals = self._residuals(layer, names, context)
                 kernel = self.kernels.backward(kind, names, key.accumulates, key.last)
                 return kernel, lambda: (accumulator(), slab, self.x_BTD, context, residuals, self.x_BTD)

@@ -34,9 +34,17 @@ from lazyjax.execution.recorder import Recorder
 from lazyjax.execution.transfers import Transfers, copy_into_slab, device_bytes
 from lazyjax.optim.base import HostOptimizer
 from lazyjax.optim.clipping import ClipRule, global_norm
-from lazyjax.planning.plan import Plan, PlanError, validate_plan
-from lazyjax.planning.schedule import Buffer, Kind, Operation, Place, Schedule, What, build_schedule
-from lazyjax.planning.sizes import model_sizes
+from lazyjax.planning.costs.sizes import model_sizes
+from lazyjax.planning.plan.document import Plan, PlanError, validate_plan
+from lazyjax.planning.program.schedule import (
+    Action,
+    Buffer,
+    BufferRole,
+    Operation,
+    Place,
+    Schedule,
+    build_schedule,
+)
 from lazyjax.specs import Tier
 from lazyjax.storage.host import HostStore
 from lazyjax.storage.nvme import NvmeStore
@@ -267,9 +275,9 @@ class _StepState:
         self.nvme: dict[Buffer, tuple[tuple[int, ...], Any]] = {}
         self.waitable: dict[int, Any] = {}
         self.state_moves = {
-            (operation.layer, operation.kind.value): operation
+            (operation.layer, operation.action.value): operation
             for operation in schedule.operations
-            if operation.kind in (Kind.LOAD_STATE, Kind.SPILL_STATE)
+            if operation.action in (Action.LOAD_STATE, Action.SPILL_STATE)
         }
         self.to_free: dict[int, tuple[Place, ...]] = {}
         self.window_tokens: collections.deque[tuple[int, Any]] = collections.deque()
@@ -280,29 +288,29 @@ class _StepState:
         self.decided = False
         self.skipped = False
         self.loss_value = self.norm_value = math.nan
-        self.handlers: dict[Kind, Callable[[Operation], Any]] = {
-            Kind.FETCH: self._fetch,
-            Kind.FORWARD: self._forward,
-            Kind.RECOMPUTE: self._forward,
-            Kind.LOSS: self._loss,
-            Kind.BACKWARD: self._backward,
-            Kind.OFFLOAD: self._offload,
-            Kind.RELOAD: self._reload,
-            Kind.SPILL: self._spill,
-            Kind.LOAD: self._load,
-            Kind.GRADIENT_OUT: self._gradient_out,
-            Kind.UPDATE: self._update,
+        self.handlers: dict[Action, Callable[[Operation], Any]] = {
+            Action.FETCH: self._fetch,
+            Action.FORWARD: self._forward,
+            Action.RECOMPUTE: self._forward,
+            Action.LOSS: self._loss,
+            Action.BACKWARD: self._backward,
+            Action.OFFLOAD: self._offload,
+            Action.RELOAD: self._reload,
+            Action.SPILL: self._spill,
+            Action.LOAD: self._load,
+            Action.GRADIENT_OUT: self._gradient_out,
+            Action.UPDATE: self._update,
         }
 
     def walk(self) -> None:
         """Issues every operation, in order."""
         for operation in self.schedule.operations:
-            if operation.kind in (Kind.LOAD_STATE, Kind.SPILL_STATE):
+            if operation.action in (Action.LOAD_STATE, Action.SPILL_STATE):
                 # The update's own worker moves the state.
                 self._account(operation)
                 continue
             self._wait_for(operation)
-            result = self.handlers[operation.kind](operation)
+            result = self.handlers[operation.action](operation)
             self._account(operation)
             if operation.resource is Resource.COMPUTE:
                 self._free(operation.frees)
@@ -323,7 +331,7 @@ class _StepState:
     def _wait_for(self, operation: Operation) -> None:
         for waited in operation.waits:
             self._finish_transfer(waited)
-        if operation.kind is Kind.FETCH:
+        if operation.action is Action.FETCH:
             # Stay at most one window ahead of the device: it then always has work queued, and
             # memory that the list counts as free is free.
             while len(self.window_tokens) > 1:
@@ -368,7 +376,7 @@ class _StepState:
 
     def _fetch(self, operation: Operation) -> Any:
         slab = self.transfers.slab_to_device(self.executor.store.layers[operation.layer])
-        self.device[Buffer(What.PARAMETERS, operation.layer)] = slab
+        self.device[Buffer(BufferRole.PARAMETERS, operation.layer)] = slab
         return slab
 
     def _names(self, operation: Operation) -> tuple[str, ...]:
@@ -377,43 +385,43 @@ class _StepState:
 
     def _microbatch(self, operation: Operation) -> tuple[int, DeviceBatch]:
         assert operation.microbatch is not None
-        return operation.microbatch, self.device[Buffer(What.BATCH, 0, operation.microbatch)]
+        return operation.microbatch, self.device[Buffer(BufferRole.BATCH, 0, operation.microbatch)]
 
     def _input(self, layer: int, microbatch: int) -> Any:
         if layer == 0:
-            return self.device[Buffer(What.BATCH, 0, microbatch)].tokens_BT
-        return self.device[Buffer(What.INPUT, layer, microbatch)]
+            return self.device[Buffer(BufferRole.BATCH, 0, microbatch)].tokens_BT
+        return self.device[Buffer(BufferRole.INPUT, layer, microbatch)]
 
     def _forward(self, operation: Operation) -> Any:
         layer, (microbatch, batch) = operation.layer, self._microbatch(operation)
         names = self._names(operation)
         kernel = self.kernels.forward(self.executor.template.kind(layer), names)
-        slab = self.device[Buffer(What.PARAMETERS, layer)]
+        slab = self.device[Buffer(BufferRole.PARAMETERS, layer)]
         y, residuals, token = kernel(slab, self._input(layer, microbatch), batch.context)
-        if any(place.buffer.what is What.INPUT for place, _ in operation.allocates):
-            self.device[Buffer(What.INPUT, layer + 1, microbatch)] = y
+        if any(place.buffer.role is BufferRole.INPUT for place, _ in operation.allocates):
+            self.device[Buffer(BufferRole.INPUT, layer + 1, microbatch)] = y
         for name, residual in zip(names, residuals, strict=True):
-            self.device[Buffer(What.RESIDUAL, layer, microbatch, name)] = residual
+            self.device[Buffer(BufferRole.RESIDUAL, layer, microbatch, name)] = residual
         return self._keep_token(operation, token)
 
     def _loss(self, operation: Operation) -> Any:
         layer, (microbatch, batch) = operation.layer, self._microbatch(operation)
         tied = self.schedule.sizes.tied
-        accumulator, table = Buffer(What.ACCUMULATOR, layer), Buffer(What.ACCUMULATOR, 0)
-        slab: DeviceSlab = self.device[Buffer(What.PARAMETERS, layer)]
+        accumulator, table = Buffer(BufferRole.ACCUMULATOR, layer), Buffer(BufferRole.ACCUMULATOR, 0)
+        slab: DeviceSlab = self.device[Buffer(BufferRole.PARAMETERS, layer)]
         loss, x_gradient, result, table_result, token = self.kernels.loss(
             operation.accumulates, operation.last
         )(
             self.device[accumulator] if operation.accumulates else None,
             self.device[table] if tied and operation.accumulates else None,
             slab,
-            self.device[Buffer(What.PARAMETERS, 0)] if tied else None,
+            self.device[Buffer(BufferRole.PARAMETERS, 0)] if tied else None,
             self._input(layer, microbatch),
             batch,
             self.scale,
         )
         self.losses.append(loss)
-        self.device[Buffer(What.INPUT_GRADIENT, layer, microbatch)] = x_gradient
+        self.device[Buffer(BufferRole.INPUT_GRADIENT, layer, microbatch)] = x_gradient
         if tied:
             self.device[table] = table_result
         self._store_gradient(operation, result)
@@ -421,8 +429,8 @@ class _StepState:
 
     def _backward(self, operation: Operation) -> Any:
         layer, (microbatch, batch) = operation.layer, self._microbatch(operation)
-        y_gradient = self.device[Buffer(What.INPUT_GRADIENT, layer + 1, microbatch)]
-        accumulator = self.device[Buffer(What.ACCUMULATOR, layer)] if operation.accumulates else None
+        y_gradient = self.device[Buffer(BufferRole.INPUT_GRADIENT, layer + 1, microbatch)]
+        accumulator = self.device[Buffer(BufferRole.ACCUMULATOR, layer)] if operation.accumulates else None
         if layer == 0:
             kernel = self.kernels.embed_backward(operation.accumulates, operation.last)
             result, token = kernel(accumulator, batch.tokens_BT, y_gradient)
@@ -433,23 +441,23 @@ class _StepState:
             )
             x_gradient, result, token = kernel(
                 accumulator,
-                self.device[Buffer(What.PARAMETERS, layer)],
+                self.device[Buffer(BufferRole.PARAMETERS, layer)],
                 self._input(layer, microbatch),
                 batch.context,
-                tuple(self.device[Buffer(What.RESIDUAL, layer, microbatch, name)] for name in names),
+                tuple(self.device[Buffer(BufferRole.RESIDUAL, layer, microbatch, name)] for name in names),
                 y_gradient,
             )
-            self.device[Buffer(What.INPUT_GRADIENT, layer, microbatch)] = x_gradient
+            self.device[Buffer(BufferRole.INPUT_GRADIENT, layer, microbatch)] = x_gradient
         self._store_gradient(operation, result)
         return self._keep_token(operation, token)
 
     def _store_gradient(self, operation: Operation, result: Any) -> None:
-        accumulator = Buffer(What.ACCUMULATOR, operation.layer)
+        accumulator = Buffer(BufferRole.ACCUMULATOR, operation.layer)
         if not operation.last:
             self.device[accumulator] = result
             return
         assert isinstance(result, GradientSlab)
-        self.device[Buffer(What.GRADIENT, operation.layer)] = result.gradient_N
+        self.device[Buffer(BufferRole.GRADIENT, operation.layer)] = result.gradient_N
         self.squared_norms[operation.layer] = result.squared_norm
 
     def _offload(self, operation: Operation) -> Any:
@@ -461,7 +469,7 @@ class _StepState:
     def _reload(self, operation: Operation) -> Any:
         rows = self.executor.plan.microbatch_rows
         for buffer in operation.reads:
-            if buffer.what is What.BATCH:
+            if buffer.role is BufferRole.BATCH:
                 part = self.batch.slice_rows(buffer.microbatch * rows, (buffer.microbatch + 1) * rows)
                 self.device[buffer] = self.transfers.batch_to_device(part)
             else:
@@ -503,7 +511,7 @@ class _StepState:
         self.recorder.finished(operation, start, time.perf_counter())
 
     def _gradient_out(self, operation: Operation) -> Any:
-        delivered = self.transfers.to_host(self.device[Buffer(What.GRADIENT, operation.layer)])
+        delivered = self.transfers.to_host(self.device[Buffer(BufferRole.GRADIENT, operation.layer)])
         target = self.executor.store.layers[operation.layer].gradient
         future = self.executor._copies.submit(copy_into_slab, delivered, target)
         self.waitable[operation.index] = future
@@ -521,7 +529,7 @@ class _StepState:
             )
 
     def _update_finished(self, operation: Operation, kind: str, start: float, end: float) -> None:
-        if kind != Kind.UPDATE.value:
+        if kind != Action.UPDATE.value:
             operation = self.state_moves[operation.layer, kind]
         self.recorder.finished(operation, start, end)
 
@@ -543,7 +551,7 @@ class _StepState:
 
 
 def _key(buffer: Buffer) -> str:
-    return f"{buffer.what.value}-{buffer.layer}-{buffer.microbatch}-{buffer.name or 'x'}"
+    return f"{buffer.role.value}-{buffer.layer}-{buffer.microbatch}-{buffer.name or 'x'}"
 
 
 def build_executor(

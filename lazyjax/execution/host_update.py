@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lazyjax.optim.base import HostOptimizer, HostState
-from lazyjax.planning.schedule import STATE_WINDOW
+from lazyjax.planning.program.schedule import STATE_WINDOW
 from lazyjax.storage.host import HostStore
 from lazyjax.storage.nvme import NvmeStore
 

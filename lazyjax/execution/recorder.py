@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from lazyjax.planning.schedule import Operation
+from lazyjax.planning.program.schedule import Operation
 from lazyjax.timeline import Event, MemorySample, Resource, Timeline, shift_to_zero
 
 
@@ -103,7 +103,7 @@ class Recorder:
                 Event(
                     step=step,
                     operation=operation.index,
-                    kind=operation.kind.value,
+                    action=operation.action.value,
                     resource=operation.resource,
                     layer=operation.layer,
                     microbatch=operation.microbatch,

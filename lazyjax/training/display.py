@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from lazyjax.training.metrics import EvaluationMetrics, StepMetrics
-from lazyjax.training.planning import Replan
+from lazyjax.training.replanning import Replan
 
 #: Steps whose mean time gives the time left; the first step, which compiles, soon drops out.
 _RECENT_STEPS = 10

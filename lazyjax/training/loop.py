@@ -18,12 +18,12 @@ from jaxtyping import Float32
 
 from lazyjax.batch import Batch
 from lazyjax.execution.executor import StepResult
-from lazyjax.planning.plan import Plan
+from lazyjax.planning.plan.document import Plan
 from lazyjax.timeline import Timeline
 from lazyjax.training.display import Display
 from lazyjax.training.interrupt import StopRequest
 from lazyjax.training.metrics import EvaluationMetrics, MetricsLog, StepMetrics, step_metrics
-from lazyjax.training.planning import Replan
+from lazyjax.training.replanning import Replan
 from lazyjax.training.run_folder import RunFolder
 
 Status = Literal["finished", "interrupted", "failed"]
@@ -51,7 +51,7 @@ class StepExecutor(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Course:
+class TrainingSchedule:
     """What a run does.
 
     Attributes:
@@ -71,11 +71,11 @@ class Course:
 
 
 class Trainer:
-    """Runs one course.
+    """Runs one schedule.
 
     Args:
         executor: does the steps; the caller closes it.
-        batches: at least as many as the course has steps.
+        batches: at least as many as the schedule has steps.
         evaluation: gives the held-out batches, the same ones at every call; no batch, no evaluation.
         parameter_count: N of the model TFLOPS.
         folder: where metrics, timeline and summary are written.
@@ -89,7 +89,7 @@ class Trainer:
         executor: StepExecutor,
         batches: Iterator[Batch],
         evaluation: Callable[[], Iterable[Batch]],
-        course: Course,
+        schedule: TrainingSchedule,
         *,
         parameter_count: int,
         folder: RunFolder,
@@ -98,7 +98,7 @@ class Trainer:
         after_step: Callable[[int, StepResult], Replan | None] = lambda step, result: None,
     ) -> None:
         self._executor, self._batches, self._evaluation = executor, batches, evaluation
-        self._course, self._parameter_count = course, parameter_count
+        self._schedule, self._parameter_count = schedule, parameter_count
         self._folder, self._display, self._facts = folder, display, dict(facts)
         self._after_step = after_step
         self._stop = StopRequest()
@@ -134,12 +134,12 @@ class Trainer:
 
     def _train(self, log: MetricsLog) -> None:
         self._evaluate(0, log)
-        for step in range(1, self._course.steps + 1):
+        for step in range(1, self._schedule.steps + 1):
             if self._stop:
                 break
             self._step(step, log)
-            every = self._course.evaluate_every
-            if every and step % every == 0 and step < self._course.steps:
+            every = self._schedule.evaluate_every
+            if every and step % every == 0 and step < self._schedule.steps:
                 self._evaluate(step, log)
         self._executor.flush()
         if self._steps:
@@ -148,12 +148,12 @@ class Trainer:
 
     def _step(self, step: int, log: MetricsLog) -> None:
         start = time.perf_counter()
-        learning_rate = float(self._course.learning_rates[step - 1])
+        learning_rate = float(self._schedule.learning_rates[step - 1])
         result = self._executor.train_step(next(self._batches), learning_rate)
         metrics = step_metrics(
             result,
             step=step,
-            epoch=step / self._course.steps_per_epoch,
+            epoch=step / self._schedule.steps_per_epoch,
             learning_rate=learning_rate,
             step_seconds=time.perf_counter() - start,
             parameter_count=self._parameter_count,

@@ -17,7 +17,7 @@ from typing import Any
 from tensorboardX import SummaryWriter
 
 from lazyjax.execution.executor import StepResult
-from lazyjax.training.planning import Replan
+from lazyjax.training.replanning import Replan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """The folder of one run: everything needed to repeat and to judge it.
 
-    config.yaml     the resolved configuration; `lazyjax train config.yaml` repeats the run
-    plan.json       the plan in use at the end
-    plan-until-step-N.json  the one before it, where a run planned again after step N and changed over
-    metrics.jsonl   one JSON object per step and per evaluation
-    tensorboard/    the same numbers for TensorBoard
-    timeline.json   the last step's operations, for ui.perfetto.dev
-    summary.json    how the run ended, on which device, and its main figures
-    model/          the trained model as a Hugging Face folder
+config.yaml     the resolved configuration; `lazyjax train config.yaml` repeats the run
+plan.json       the plan in use at the end
+plan-until-step-N.json  the one before it, where a run planned again after step N and changed over
+metrics.jsonl   one JSON object per step and per evaluation
+tensorboard/    the same numbers for TensorBoard
+timeline.json   the last step's operations, for ui.perfetto.dev
+summary.json    how the run ended, on which device, and its main figures
+model/          the trained model as a Hugging Face folder
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lazyjax.config import Config, dump_config, with_absolute_paths
-from lazyjax.planning.plan import Plan
+from lazyjax.planning.plan.document import Plan
 from lazyjax.timeline import Timeline, write_perfetto
 
 

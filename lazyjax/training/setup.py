@@ -39,14 +39,15 @@ from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.base import HostOptimizer
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.make import make_host_optimizer
-from lazyjax.planning.plan import Plan
+from lazyjax.planning.plan.document import Plan
 from lazyjax.specs import ModelSpec, item_bytes, slab_layout
 from lazyjax.storage.host import HostStore, allocate_host_store
 from lazyjax.training.display import Display, format_bytes
 from lazyjax.training.learning_rate import learning_rates
-from lazyjax.training.loop import Course, Trainer, plan_facts
-from lazyjax.training.planning import Replan, choose, make_replanner
+from lazyjax.training.loop import Trainer, TrainingSchedule, plan_facts
+from lazyjax.training.replanning import Replan, make_replanner
 from lazyjax.training.run_folder import RunFolder, create_run_folder
+from lazyjax.training.start_plan import choose
 
 #: Left for Python, JAX and the batches when host memory is checked.
 _OTHER_HOST_BYTES = 2**30
@@ -168,9 +169,7 @@ def available_host_bytes() -> int | None:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def _fill_store(
-    store: HostStore, template: ModelTemplate, checkpoint: Checkpoint | None, seed: int
-) -> None:
+def _fill_store(store: HostStore, template: ModelTemplate, checkpoint: Checkpoint | None, seed: int) -> None:
     if checkpoint is not None:
         load_into(checkpoint, template, store)
         return
@@ -238,8 +237,8 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
             f"data.tokenizer to the model's own"
         )
     batches = read_batches(config.data, tokenizer, config.training.evaluate_rows)
-    course = make_course(config, batches.training)
-    _check_replanning(config, course.steps)
+    schedule = make_training_schedule(config, batches.training)
+    _check_replanning(config, schedule.steps)
     if config.run.save_model:
         _check_disk(config.run.folder, 2 * spec.parameter_count)
     # Last, because measuring and solving may take minutes.
@@ -257,7 +256,7 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         f"microbatch(es), {plan.update} update",
         "host": f"{format_bytes(state_bytes)} for parameters, gradients and state of {optimizer.name}",
         "device": f"{mesh.size} x {devices[0].device_kind} ({devices[0].platform})",
-        "run": f"{course.steps} steps, records in {folder.path}",
+        "run": f"{schedule.steps} steps, records in {folder.path}",
     }
     for name, text in words.items():
         console.print(f"{name:<7} {text}", highlight=False, markup=False, soft_wrap=True)
@@ -278,7 +277,7 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         nvme_folder=config.plan.nvme_folder,
     )
 
-    display = Display(console, steps=course.steps, log_every=config.training.log_every)
+    display = Display(console, steps=schedule.steps, log_every=config.training.log_every)
 
     def after_step(step: int, result: StepResult) -> Replan | None:
         if replanner is None:
@@ -289,7 +288,7 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         executor,
         batches.training,
         batches.evaluation_batches,
-        course,
+        schedule,
         parameter_count=spec.parameter_count,
         folder=folder,
         display=display,
@@ -303,14 +302,16 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         updates.close()
 
 
-def make_course(config: Config, loader: Loader) -> Course:
+def make_training_schedule(config: Config, loader: Loader) -> TrainingSchedule:
     """How many steps, at which learning rates."""
     batches_per_epoch = loader.batches_in_epoch()
     steps = config.training.steps
     if steps is None:
         assert config.training.epochs is not None
         steps = max(1, round(config.training.epochs * batches_per_epoch))
-    return Course(learning_rates(config.optimizer, steps), config.training.evaluate_every, batches_per_epoch)
+    return TrainingSchedule(
+        learning_rates(config.optimizer, steps), config.training.evaluate_every, batches_per_epoch
+    )
 
 
 def train(config: Config, console: Console) -> dict[str, Any]:

@@ -23,14 +23,14 @@ import jax
 
 from lazyjax.execution.calibrate import Calibration, calibrate
 from lazyjax.execution.kernels import Kernels
-from lazyjax.planning.baselines import keep_all, recompute_all
-from lazyjax.planning.costs import Costs, MeasuredKey, measured_key
-from lazyjax.planning.question import microbatch_counts
-from lazyjax.planning.schedule import COMPUTE_KINDS, Kind, Operation, build_schedule
+from lazyjax.planning.costs.seconds import Costs, MeasuredKey, measured_key
+from lazyjax.planning.plan.baselines import keep_all, recompute_all
+from lazyjax.planning.planner.question import microbatch_counts
+from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, Action, Operation, build_schedule
 from lazyjax.training.status import Advance
 
 #: A kernel whatever it does with gradients: layer kind, phase, saved names.
-_Group = tuple[str, Kind, tuple[str, ...]]
+_Group = tuple[str, Action, tuple[str, ...]]
 
 
 def timed_rows(rows: int, *, microbatches: int | None = None, devices: int = 1) -> tuple[int, ...]:
@@ -75,7 +75,7 @@ def time_kernels(
             measured_key(operation, template.spec): operation
             for planner in (recompute_all, keep_all)
             for operation in build_schedule(planner(template.spec, names, **batch), costs.sizes).operations
-            if operation.kind in COMPUTE_KINDS
+            if operation.action in COMPUTE_ACTIONS
         }
     total, done = sum(not _follows(key) for by_key in operations.values() for key in by_key), 0
     timed = []
@@ -147,7 +147,7 @@ def timed_costs(predicted: Callable[[int], Costs], timed: Sequence[TimedSize], *
         seconds[key] = ratio * alone.operation_seconds(operation)
         if key in low.found.working_bytes:
             ratio = share * small.working_bytes[group] + (1 - share) * large.working_bytes[group]
-            guess = costs.working_bytes(operation.kind, operation.layer, operation.saved)
+            guess = costs.working_bytes(operation.action, operation.layer, operation.saved)
             working_bytes[key] = math.ceil(ratio * max(1, guess))
     return costs.with_measured(seconds, working_bytes)
 
@@ -165,7 +165,7 @@ def _ratios(costs: Costs, size: TimedSize) -> _Ratios:
     for key, operation in size.operations.items():
         seconds[_group(key)].append(size.found.seconds[key] / alone.operation_seconds(operation))
         if key in size.found.working_bytes:
-            guess = costs.working_bytes(operation.kind, operation.layer, operation.saved)
+            guess = costs.working_bytes(operation.action, operation.layer, operation.saved)
             working_bytes[_group(key)].append(size.found.working_bytes[key] / max(1, guess))
     return _Ratios(
         {group: statistics.mean(found) for group, found in seconds.items()},

@@ -16,10 +16,10 @@ from lazyjax.execution.calibrate import (
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.hardware.profile import load_profile
 from lazyjax.optim.make import make_host_optimizer
-from lazyjax.planning.baselines import keep_all, recompute_all
-from lazyjax.planning.costs import measured_key, template_costs
-from lazyjax.planning.schedule import COMPUTE_KINDS, Kind, build_schedule
-from lazyjax.planning.simulate import Simulation
+from lazyjax.planning.costs.seconds import measured_key, template_costs
+from lazyjax.planning.plan.baselines import keep_all, recompute_all
+from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, Action, build_schedule
+from lazyjax.planning.program.simulate import Simulation
 from lazyjax.timeline import Event, Resource, Timeline
 from tests import tiny
 
@@ -42,18 +42,20 @@ def test_every_kernel_of_the_schedules_is_timed_and_used(tied: bool) -> None:
     kernels = Kernels(template, data_mesh(), compute_dtype="float32", gradient_dtype="float32")
     keys = kernels_of(schedules, kernels)
     assert len(set(keys)) == len(keys)
-    assert {key.phase for key in keys} == {Kind.FORWARD, Kind.BACKWARD, Kind.LOSS}
+    assert {key.phase for key in keys} == {Action.FORWARD, Action.BACKWARD, Action.LOSS}
     found = calibrate(kernels, keys, rows=ROWS, sequence_length=TOKENS, repeats=2)
     assert set(found.seconds) == set(found.working_bytes) == set(keys)
     timed = costs.with_measured(found.seconds, found.working_bytes)
     for schedule in schedules:
         for operation in schedule.operations:
-            if operation.kind in COMPUTE_KINDS:
+            if operation.action in COMPUTE_ACTIONS:
                 key = measured_key(operation, template.spec)
                 assert timed.operation_seconds(operation) == found.seconds[key] > 0
     block = template.spec.layers[1].kind
-    expected = max(size for key, size in found.working_bytes.items() if key[:3] == (block, Kind.BACKWARD, ()))
-    assert timed.working_bytes(Kind.BACKWARD, 1, ()) == expected > 0
+    expected = max(
+        size for key, size in found.working_bytes.items() if key[:3] == (block, Action.BACKWARD, ())
+    )
+    assert timed.working_bytes(Action.BACKWARD, 1, ()) == expected > 0
 
 
 def _simulation(*spans: tuple[Resource, float, float], period: float) -> Simulation:

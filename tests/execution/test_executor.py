@@ -12,9 +12,9 @@ import pytest
 from lazyjax.batch import Batch
 from lazyjax.execution.executor import Executor, NonFiniteStepsError
 from lazyjax.models.template import ModelTemplate
-from lazyjax.planning.plan import Boundary, LayerPlan, Plan, PlanError
-from lazyjax.planning.schedule import Operation
-from lazyjax.planning.sizes import BATCH_BYTES_PER_TOKEN
+from lazyjax.planning.costs.sizes import BATCH_BYTES_PER_TOKEN
+from lazyjax.planning.plan.document import Boundary, LayerPlan, Plan, PlanError
+from lazyjax.planning.program.schedule import Operation
 from lazyjax.specs import Tier
 from lazyjax.storage.host import HostStore
 from tests import reference, tiny
@@ -25,7 +25,7 @@ BATCH = reference.random_batch(0, ROWS, LENGTH, tiny.VOCABULARY)
 
 
 def host_plan(model: ModelTemplate, rows: int, microbatches: int) -> Plan:
-    """Boundaries and handoffs on the host: device memory depends on neither depth nor batch."""
+    """Boundaries and waiting activations on the host: device memory depends on neither depth nor batch."""
     inner = [LayerPlan(boundary=Boundary.HOST)] * (len(model.spec.layers) - 2)
     return Plan(
         model=model.spec.name,
@@ -33,7 +33,7 @@ def host_plan(model: ModelTemplate, rows: int, microbatches: int) -> Plan:
         rows=rows,
         sequence_length=LENGTH,
         microbatches=microbatches,
-        handoff="host",
+        interlayer_home="host",
         layers=(LayerPlan(), *inner, LayerPlan()),
     )
 
@@ -50,7 +50,7 @@ def live_device_bytes() -> int:
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_live_bytes_follow_the_schedule(microbatches: int, tmp_path: pathlib.Path) -> None:
     """After every operation, the arrays alive are those the schedule lists, as JAX counts them."""
-    plan = mixed_plan(MODEL, microbatches, handoff="host" if microbatches == 3 else "device")
+    plan = mixed_plan(MODEL, microbatches, interlayer_home="host" if microbatches == 3 else "device")
     with executor_for(MODEL, plan, tmp_path) as (executor, _):
         executor.train_step(BATCH, 1e-3)
         # What earlier tests left in cycles would vanish at a moment of the collector's choice.

@@ -23,8 +23,8 @@ from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.clipping import ClipMode, ClipRule
 from lazyjax.optim.host8bit import Hybrid8bit
 from lazyjax.optim.hybrid8bit import hybrid8bit_adamw
-from lazyjax.planning.baselines import BASELINES
-from lazyjax.planning.plan import Plan
+from lazyjax.planning.plan.baselines import BASELINES
+from lazyjax.planning.plan.document import Plan
 from lazyjax.specs import TensorSpec, slab_layout
 from lazyjax.storage.host import HostStore, LayerSlabs, aligned_zeros
 from tests import reference, tiny

@@ -17,8 +17,8 @@ from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.adamw import Fp32AdamW
 from lazyjax.optim.clipping import ClipRule
-from lazyjax.planning.baselines import BASELINES
-from lazyjax.planning.plan import LayerPlan, Plan
+from lazyjax.planning.plan.baselines import BASELINES
+from lazyjax.planning.plan.document import LayerPlan, Plan
 from lazyjax.specs import Tier
 from lazyjax.storage.host import HostStore
 from tests import reference, tiny
@@ -136,7 +136,7 @@ def test_baseline_plans_equal_the_oracle(
         rows=ROWS,
         sequence_length=LENGTH,
         microbatches=microbatches,
-        handoff="host" if microbatches == 3 and planner != "keep_all" else "device",
+        interlayer_home="host" if microbatches == 3 and planner != "keep_all" else "device",
     )
     check_against_oracle(model, plan, tmp_path)
 
@@ -164,8 +164,8 @@ def mixed_plan(model: ModelTemplate, microbatches: int, **decisions: object) -> 
 @pytest.mark.parametrize(
     "decisions",
     [
-        {"microbatches": 3, "handoff": "host", "prefetch": 3, "reload_ahead": 2},
-        {"microbatches": 4, "handoff": "device", "prefetch": 1, "backward_prefetch": 1},
+        {"microbatches": 3, "interlayer_home": "host", "prefetch": 3, "reload_ahead": 2},
+        {"microbatches": 4, "interlayer_home": "device", "prefetch": 1, "backward_prefetch": 1},
         {"microbatches": 1, "update": "immediate"},
     ],
     ids=str,
@@ -180,7 +180,7 @@ def test_mixed_plans_equal_the_oracle(family: str, decisions: dict, tmp_path: pa
 def test_rows_of_padding_change_nothing(family: str, tmp_path: pathlib.Path) -> None:
     """Five rows in three microbatches of two: the last one holds a row of padding."""
     model = tiny.template(family, tied=True)
-    plan = mixed_plan(model, 3, handoff="host").model_copy(update={"rows": 5})
+    plan = mixed_plan(model, 3, interlayer_home="host").model_copy(update={"rows": 5})
     assert (plan.microbatch_rows, plan.executed_rows) == (2, 6)
     check_against_oracle(model, plan, tmp_path)
     with executor_for(model, plan, tmp_path) as (executor, _):
@@ -195,7 +195,7 @@ def test_rows_of_padding_change_nothing(family: str, tmp_path: pathlib.Path) -> 
 def test_four_devices_equal_the_oracle(tied: bool, tmp_path: pathlib.Path) -> None:
     """Batch and slabs sharded over four virtual devices."""
     model = tiny.template("qwen3_5", tied=tied)
-    check_against_oracle(model, mixed_plan(model, 3, handoff="host"), tmp_path, devices=4)
+    check_against_oracle(model, mixed_plan(model, 3, interlayer_home="host"), tmp_path, devices=4)
 
 
 def test_packed_segments_equal_the_oracle(tmp_path: pathlib.Path) -> None:

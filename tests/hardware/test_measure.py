@@ -26,8 +26,9 @@ from lazyjax.hardware.measure import (
 )
 from lazyjax.hardware.profile import dump_profile, load_profile
 from lazyjax.optim.make import OPTIMIZERS
-from lazyjax.planning import machine
-from lazyjax.planning.machine import block_shapes, profile_machine, update_probe
+from lazyjax.planning.commands import profile as machine
+from lazyjax.planning.commands.profile import profile_machine
+from lazyjax.planning.costs.probes import block_shapes, update_probe
 from tests import tiny
 
 MIB = 2**20

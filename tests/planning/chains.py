@@ -5,9 +5,9 @@ import functools
 import numpy as np
 
 from experiments.benchmarks.planner_exactness import all_plans, draw_roomy
-from lazyjax.planning.plan import Plan
-from lazyjax.planning.problem import Problem
-from lazyjax.planning.windows import WindowModel
+from lazyjax.planning.plan.document import Plan
+from lazyjax.planning.planner.problem import Problem
+from lazyjax.planning.planner.windows import WindowModel
 
 
 @functools.cache

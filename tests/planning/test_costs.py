@@ -10,8 +10,7 @@ from lazyjax.hardware.profile import HardwareProfile, load_profile
 from lazyjax.models.architecture import Qwen2Architecture, Rope
 from lazyjax.models.registry import architecture, build_template
 from lazyjax.optim.make import make_host_optimizer
-from lazyjax.planning.baselines import keep_all, recompute_all
-from lazyjax.planning.costs import (
+from lazyjax.planning.costs.seconds import (
     CostError,
     Costs,
     MeasuredKey,
@@ -19,8 +18,9 @@ from lazyjax.planning.costs import (
     static_host_bytes,
     template_costs,
 )
-from lazyjax.planning.schedule import Kind, Operation, build_schedule
-from lazyjax.planning.simulate import simulate
+from lazyjax.planning.plan.baselines import keep_all, recompute_all
+from lazyjax.planning.program.schedule import Action, Operation, build_schedule
+from lazyjax.planning.program.simulate import simulate
 from lazyjax.specs import slab_layout
 from lazyjax.timeline import Resource
 
@@ -56,24 +56,24 @@ def _costs(
     )
 
 
-def _operation(kind: Kind, resource: Resource, layer: int = 1, **fields: object) -> Operation:
-    return Operation(0, kind, resource, layer, None, 0, **fields)  # type: ignore[arg-type]
+def _operation(action: Action, resource: Resource, layer: int = 1, **fields: object) -> Operation:
+    return Operation(0, action, resource, layer, None, 0, **fields)  # type: ignore[arg-type]
 
 
 def test_transfers_are_bytes_over_rate() -> None:
     costs = _costs()
     moved = 12_000_000
     for kind, resource, rate in (
-        (Kind.FETCH, Resource.H2D, 12e9),
-        (Kind.RELOAD, Resource.H2D, 12e9),
-        (Kind.OFFLOAD, Resource.D2H, 12e9),
-        (Kind.GRADIENT_OUT, Resource.D2H, 12e9),
-        (Kind.LOAD, Resource.NVME_READ, 2.83e9),
-        (Kind.SPILL, Resource.NVME_WRITE, 3.35e9),
+        (Action.FETCH, Resource.H2D, 12e9),
+        (Action.RELOAD, Resource.H2D, 12e9),
+        (Action.OFFLOAD, Resource.D2H, 12e9),
+        (Action.GRADIENT_OUT, Resource.D2H, 12e9),
+        (Action.LOAD, Resource.NVME_READ, 2.83e9),
+        (Action.SPILL, Resource.NVME_WRITE, 3.35e9),
     ):
         assert costs.operation_seconds(_operation(kind, resource, bytes=moved)) == pytest.approx(moved / rate)
     slower = costs.with_profile(load_profile("h800-paper").model_copy(update={"duplex_factor": 0.5}))
-    fetch = _operation(Kind.FETCH, Resource.H2D, bytes=moved)
+    fetch = _operation(Action.FETCH, Resource.H2D, bytes=moved)
     assert slower.operation_seconds(fetch) == pytest.approx(2 * moved / 12e9)
 
 
@@ -81,7 +81,7 @@ def test_update_is_slab_elements_over_rate() -> None:
     costs = _costs()
     layout = slab_layout(costs.spec.layers[1].parameters)
     rate = costs.profile.host_update_parameters_per_second["hybrid8bit"]
-    seconds = costs.operation_seconds(_operation(Kind.UPDATE, Resource.CPU))
+    seconds = costs.operation_seconds(_operation(Action.UPDATE, Resource.CPU))
     assert seconds == pytest.approx(layout.length / rate)
 
 
@@ -89,10 +89,10 @@ def test_missing_figures_are_named() -> None:
     profile = load_profile("h800-paper")
     no_nvme = profile.model_copy(update={"nvme_read_bytes_per_second": None})
     with pytest.raises(CostError, match="nvme_read_bytes_per_second is missing"):
-        _costs(no_nvme).operation_seconds(_operation(Kind.LOAD, Resource.NVME_READ, bytes=1))
+        _costs(no_nvme).operation_seconds(_operation(Action.LOAD, Resource.NVME_READ, bytes=1))
     other = profile.model_copy(update={"host_update_parameters_per_second": {"fp32_adamw": 1e9}})
     with pytest.raises(CostError, match="no rate for 'hybrid8bit'; it has fp32_adamw"):
-        _costs(other).operation_seconds(_operation(Kind.UPDATE, Resource.CPU))
+        _costs(other).operation_seconds(_operation(Action.UPDATE, Resource.CPU))
 
 
 @pytest.mark.parametrize(("optimizer", "state_bytes"), [("hybrid8bit", 2 + 8 / 256), ("fp32_adamw", 8)])
@@ -119,9 +119,9 @@ def test_block_and_head_flops(tied: bool) -> None:
     tokens = ROWS * TOKENS
     matrices = sum(t.elements for t in template.spec.layers[1].parameters if len(t.shape) == 2)
     attention = 2 * 2 * TOKENS * 4 * 16 * tokens
-    forward = costs.operation_flops(_operation(Kind.FORWARD, Resource.COMPUTE))
+    forward = costs.operation_flops(_operation(Action.FORWARD, Resource.COMPUTE))
     assert forward == 2 * matrices * tokens + attention
-    loss = costs.operation_flops(_operation(Kind.LOSS, Resource.COMPUTE, layer=4))
+    loss = costs.operation_flops(_operation(Action.LOSS, Resource.COMPUTE, layer=4))
     assert loss == 6 * tokens * 512 * 64
 
 
@@ -130,9 +130,9 @@ def test_keeping_tensors_costs_bytes_and_saves_seconds() -> None:
     sets = costs.save_sets("full_attention")
     assert sets[0].names == ()
     assert len(sets) <= 6
-    recompute = costs.operation_seconds(_operation(Kind.BACKWARD, Resource.COMPUTE))
+    recompute = costs.operation_seconds(_operation(Action.BACKWARD, Resource.COMPUTE))
     for found in sets:
-        backward = _operation(Kind.BACKWARD, Resource.COMPUTE, saved=tuple(sorted(found.names)))
+        backward = _operation(Action.BACKWARD, Resource.COMPUTE, saved=tuple(sorted(found.names)))
         assert costs.operation_seconds(backward) == pytest.approx(found.backward_seconds)
         assert costs.operation_seconds(backward) <= recompute
         residual_bytes = costs.sizes.layers[1].residual_bytes
@@ -142,22 +142,22 @@ def test_keeping_tensors_costs_bytes_and_saves_seconds() -> None:
 
 def test_recompute_costs_a_forward_and_accumulation_reads_the_accumulator() -> None:
     costs = _costs()
-    forward = costs.operation_seconds(_operation(Kind.FORWARD, Resource.COMPUTE))
-    assert costs.operation_seconds(_operation(Kind.RECOMPUTE, Resource.COMPUTE)) == forward
-    plain = costs.operation_seconds(_operation(Kind.BACKWARD, Resource.COMPUTE))
-    adding = costs.operation_seconds(_operation(Kind.BACKWARD, Resource.COMPUTE, accumulates=True))
+    forward = costs.operation_seconds(_operation(Action.FORWARD, Resource.COMPUTE))
+    assert costs.operation_seconds(_operation(Action.RECOMPUTE, Resource.COMPUTE)) == forward
+    plain = costs.operation_seconds(_operation(Action.BACKWARD, Resource.COMPUTE))
+    adding = costs.operation_seconds(_operation(Action.BACKWARD, Resource.COMPUTE, accumulates=True))
     bandwidth = costs.profile.device_bandwidth_bytes_per_second
     assert adding - plain == pytest.approx(costs.sizes.layers[1].accumulator_bytes / bandwidth)
 
 
 def test_measured_seconds_replace_and_scale_predictions() -> None:
     costs = _costs()
-    backward = _operation(Kind.BACKWARD, Resource.COMPUTE)
-    saving = _operation(Kind.BACKWARD, Resource.COMPUTE, saved=("gate", "up"))
-    forward = _operation(Kind.FORWARD, Resource.COMPUTE)
+    backward = _operation(Action.BACKWARD, Resource.COMPUTE)
+    saving = _operation(Action.BACKWARD, Resource.COMPUTE, saved=("gate", "up"))
+    forward = _operation(Action.FORWARD, Resource.COMPUTE)
     before = [costs.operation_seconds(operation) for operation in (backward, saving, forward)]
     kind = costs.spec.layers[1].kind
-    timed = costs.with_measured({MeasuredKey(kind, Kind.BACKWARD): 10 * before[0]})
+    timed = costs.with_measured({MeasuredKey(kind, Action.BACKWARD): 10 * before[0]})
     after = [timed.operation_seconds(operation) for operation in (backward, saving, forward)]
     assert after == pytest.approx([10 * before[0], 10 * before[1], before[2]])
     assert [costs.operation_seconds(operation) for operation in (backward, saving, forward)] == before
@@ -166,7 +166,7 @@ def test_measured_seconds_replace_and_scale_predictions() -> None:
 def test_several_devices_share_work_and_pay_for_the_interconnect() -> None:
     profile = load_profile("h100-sxm")
     two = profile.model_copy(update={"devices": 2})
-    forward = _operation(Kind.FORWARD, Resource.COMPUTE)
+    forward = _operation(Action.FORWARD, Resource.COMPUTE)
     one_device, pair, half = _costs(profile), _costs(two), _costs(profile, rows=ROWS // 2)
     assert pair.operation_flops(forward) == one_device.operation_flops(forward)
     assert two.interconnect_bytes_per_second is not None
@@ -190,8 +190,8 @@ def test_whole_step_simulates_and_keeping_all_executes_fewer_flops() -> None:
 
 def test_working_set_shrinks_with_what_is_saved() -> None:
     costs = _costs()
-    nothing = costs.working_bytes(Kind.BACKWARD, 1, ())
-    everything = costs.working_bytes(Kind.BACKWARD, 1, tuple(costs.sizes.layers[1].residual_bytes))
+    nothing = costs.working_bytes(Action.BACKWARD, 1, ())
+    everything = costs.working_bytes(Action.BACKWARD, 1, tuple(costs.sizes.layers[1].residual_bytes))
     assert 0 < everything < nothing
     more_rows = dataclasses.replace(_costs(rows=2 * ROWS))
-    assert more_rows.working_bytes(Kind.BACKWARD, 1, ()) > nothing
+    assert more_rows.working_bytes(Action.BACKWARD, 1, ()) > nothing

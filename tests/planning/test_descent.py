@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.benchmarks.planner_exactness import all_plans, best_by_force, draw_roomy, random_problem
-from lazyjax.planning.batch_replay import BatchReplay
-from lazyjax.planning.descent import changes, descend, make_room, tidy
-from lazyjax.planning.milp import Program, window_period
-from lazyjax.planning.plan import LayerPlan, Plan
-from lazyjax.planning.problem import Choices, Problem
-from lazyjax.planning.rounding import carry_round
-from lazyjax.planning.schedule import COMPUTE_KINDS, Kind, LayerSizes, ModelSizes
-from lazyjax.planning.window_memory import memory_rows, peak_bytes, usable_bytes
-from lazyjax.planning.windows import WindowModel
+from lazyjax.planning.plan.document import LayerPlan, Plan
+from lazyjax.planning.planner.batch_replay import BatchReplay
+from lazyjax.planning.planner.descent import changes, descend, free_device_memory, reduce_traffic
+from lazyjax.planning.planner.milp import Program, window_period
+from lazyjax.planning.planner.problem import Choices, Problem
+from lazyjax.planning.planner.rounding import carry_round
+from lazyjax.planning.planner.window_memory import memory_rows, peak_bytes, usable_bytes
+from lazyjax.planning.planner.windows import WindowModel
+from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, Action, LayerSizes, ModelSizes
 from lazyjax.specs import Tier
 
 
@@ -112,7 +112,8 @@ def test_descent_brings_memory_within_capacity():
 
 
 @pytest.mark.parametrize(
-    ("lower", "measure"), [(tidy, BatchReplay.moved_seconds), (make_room, BatchReplay.device_share)]
+    ("lower", "measure"),
+    [(reduce_traffic, BatchReplay.moved_seconds), (free_device_memory, BatchReplay.device_share)],
 )
 def test_plans_are_tidied_and_room_is_made_in_the_same_time(lower, measure):
     less = 0
@@ -146,8 +147,8 @@ def test_room_that_was_made_lets_descent_go_on():
     )  # fmt: skip
 
     def seconds(operation):
-        if operation.kind in COMPUTE_KINDS:
-            return 3.0 if operation.kind is Kind.BACKWARD and not operation.saved else 2.0
+        if operation.action in COMPUTE_ACTIONS:
+            return 3.0 if operation.action is Action.BACKWARD and not operation.saved else 2.0
         return 0.05 * operation.bytes
 
     options = tuple(({}, {"a": Tier.DEVICE}) if layer.residual_bytes else ({},) for layer in sizes.layers)

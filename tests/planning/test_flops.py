@@ -12,8 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lazyjax.models.residuals import backward_from, residual_shapes
 from lazyjax.models.template import Context, LayerKind
-from lazyjax.planning.flops import Kernel, UnknownCostError, Work, saved_in_order, trace
-from lazyjax.planning.layer_work import CallShape, backward_graph, forward_graph, save_sets
+from lazyjax.planning.costs.layers import CallShape, backward_graph, forward_graph, save_sets
+from lazyjax.planning.costs.trace import Kernel, UnknownCostError, Work, saved_in_order, trace
 from lazyjax.specs import TensorSpec
 
 HIDDEN, INNER, ROWS, TOKENS = 64, 256, 4, 32

@@ -13,14 +13,14 @@ from experiments.benchmarks.planner_exactness import (
     check,
     random_problem,
 )
-from lazyjax.planning.batch_replay import BatchReplay
-from lazyjax.planning.milp import Program, memory_shortfall, solvers, window_period
-from lazyjax.planning.milp import solve as solve_within
-from lazyjax.planning.plan import PlanError
-from lazyjax.planning.schedule import Kind, build_schedule
-from lazyjax.planning.verify import state_bytes_per_tier
-from lazyjax.planning.window_memory import memory_rows, peak_bytes
-from lazyjax.planning.windows import WindowModel
+from lazyjax.planning.plan.document import PlanError
+from lazyjax.planning.planner.batch_replay import BatchReplay
+from lazyjax.planning.planner.milp import Program, memory_shortfall, solvers, window_period
+from lazyjax.planning.planner.milp import solve as solve_within
+from lazyjax.planning.planner.window_memory import memory_rows, peak_bytes
+from lazyjax.planning.planner.windows import WindowModel
+from lazyjax.planning.program.schedule import Action, build_schedule
+from lazyjax.planning.program.verify import state_bytes_per_tier
 from lazyjax.specs import Tier
 from tests.planning.chains import random_plans
 
@@ -65,7 +65,7 @@ def test_short_durations_count_beside_long_ones(solver):
         problem = random_problem(seed, most_blocks=4, most_plans=None)
 
         def seconds(operation, problem=problem):
-            return problem.seconds(operation) * (1.0 if operation.kind is Kind.LOSS else 1e-7)
+            return problem.seconds(operation) * (1.0 if operation.action is Action.LOSS else 1e-7)
 
         program = Program(dataclasses.replace(problem, seconds=seconds), solver)
         for values in all_plans(program.model, np.random.default_rng(seed), most=2):

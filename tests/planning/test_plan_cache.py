@@ -2,7 +2,7 @@
 
 import pytest
 
-from lazyjax.planning import cache
+from lazyjax.planning.plan import cache
 from tests.planning.chains import random_plans
 
 

@@ -8,16 +8,16 @@ import pytest
 
 from lazyjax.hardware.profile import load_profile
 from lazyjax.optim.make import make_host_optimizer
-from lazyjax.planning.baselines import recompute_all
-from lazyjax.planning.plan_only import (
+from lazyjax.planning.costs.described import (
     DescribedWork,
     MixtureOfExperts,
     described_costs,
     lazytrain_host_bytes,
     model_spec,
 )
-from lazyjax.planning.schedule import Kind, build_schedule
-from lazyjax.planning.simulate import simulate
+from lazyjax.planning.plan.baselines import recompute_all
+from lazyjax.planning.program.schedule import Action, build_schedule
+from lazyjax.planning.program.simulate import simulate
 
 MODEL = MixtureOfExperts()
 
@@ -27,18 +27,18 @@ def test_parameter_count_is_the_published_one() -> None:
     spec = model_spec(MODEL)
     assert spec.parameter_count == pytest.approx(116.83e9, rel=1e-4)
     work = DescribedWork(MODEL, 1, 1)
-    flops = MODEL.layers * work.work("mixture", Kind.FORWARD, ()).flops
-    flops += work.work("head", Kind.LOSS, ()).flops // 3
+    flops = MODEL.layers * work.work("mixture", Action.FORWARD, ()).flops
+    flops += work.work("head", Action.LOSS, ()).flops // 3
     assert flops / 2 == pytest.approx(5.13e9, rel=0.01)
 
 
 def test_backward_is_two_forwards_and_what_is_not_saved() -> None:
     work = DescribedWork(MODEL, 2, 64)
-    forward = work.work("mixture", Kind.FORWARD, ()).flops
+    forward = work.work("mixture", Action.FORWARD, ()).flops
     names = tuple(work.residual_bytes())
-    assert work.work("mixture", Kind.BACKWARD, names).flops == 2 * forward
+    assert work.work("mixture", Action.BACKWARD, names).flops == 2 * forward
     down = 2 * 4 * 2880 * 2880 * 2 * 64
-    assert work.work("mixture", Kind.BACKWARD, ()).flops == 3 * forward - down
+    assert work.work("mixture", Action.BACKWARD, ()).flops == 3 * forward - down
 
 
 def test_save_sets_ascend() -> None:

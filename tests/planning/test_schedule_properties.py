@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazyjax.planning.critical import critical_path, exposed_seconds
-from lazyjax.planning.plan import Prediction
-from lazyjax.planning.schedule import Kind, What, build_schedule
-from lazyjax.planning.simulate import simulate
-from lazyjax.planning.verify import (
+from lazyjax.planning.plan.document import Prediction
+from lazyjax.planning.planner.windows import WindowModel, window_schedule
+from lazyjax.planning.program.critical import critical_path, exposed_seconds
+from lazyjax.planning.program.schedule import Action, BufferRole, build_schedule
+from lazyjax.planning.program.simulate import simulate
+from lazyjax.planning.program.verify import (
     VerificationError,
     check_buffers,
     check_data_flow,
     check_order,
     verify,
 )
-from lazyjax.planning.windows import WindowModel, window_schedule
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
 from tests.planning.chains import random_plans
@@ -45,8 +45,8 @@ def test_random_plans_pass_all_checks(seed):
 def test_the_batch_is_sent_once(seed):
     problem, plans = random_plans(seed)
     for plan in plans:
-        reloads = [o for o in build_schedule(plan, problem.sizes).operations if o.kind is Kind.RELOAD]
-        sent = [b.microbatch for o in reloads for b in o.reads if b.what is What.BATCH]
+        reloads = [o for o in build_schedule(plan, problem.sizes).operations if o.action is Action.RELOAD]
+        sent = [b.microbatch for o in reloads for b in o.reads if b.role is BufferRole.BATCH]
         assert sorted(sent) == list(range(plan.microbatches))
 
 
@@ -126,12 +126,26 @@ def test_operations_that_do_not_wait_for_what_they_read_are_found(seed):
     problem, plans = random_plans(seed)
     schedule = build_schedule(plans[0], problem.sizes)
     check_data_flow(schedule)
-    dependent = (Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD, Kind.OFFLOAD, Kind.GRADIENT_OUT)
-    dependent += (Kind.SPILL, Kind.LOAD, Kind.UPDATE, Kind.SPILL_STATE, Kind.LOAD_STATE, Kind.FETCH)
+    dependent = (
+        Action.FORWARD,
+        Action.LOSS,
+        Action.RECOMPUTE,
+        Action.BACKWARD,
+        Action.OFFLOAD,
+        Action.GRADIENT_OUT,
+    )
+    dependent += (
+        Action.SPILL,
+        Action.LOAD,
+        Action.UPDATE,
+        Action.SPILL_STATE,
+        Action.LOAD_STATE,
+        Action.FETCH,
+    )
     tried = {}
     for operation in schedule.operations:
-        if operation.kind in dependent and operation.kind not in tried:
-            tried[operation.kind] = operation
+        if operation.action in dependent and operation.action not in tried:
+            tried[operation.action] = operation
     for operation in tried.values():
         careless = dataclasses.replace(operation, waits=(), waits_previous=())
         operations = list(schedule.operations)
@@ -145,7 +159,7 @@ def test_operations_that_do_not_wait_for_what_they_read_are_found(seed):
 def test_late_fetches_and_missing_updates_are_found(seed):
     problem, plans = random_plans(seed)
     schedule = build_schedule(plans[0], problem.sizes)
-    without = [o for o in schedule.operations if o.kind is not Kind.UPDATE or o.layer]
+    without = [o for o in schedule.operations if o.action is not Action.UPDATE or o.layer]
     with pytest.raises(VerificationError):
         check_data_flow(dataclasses.replace(schedule, operations=tuple(without)))
     deeper = plans[0].model_copy(update={"prefetch": plans[0].prefetch + 1})
@@ -176,7 +190,7 @@ def test_both_granularities_do_the_same_work_in_nearly_the_same_time():
                 assert busy <= most * (1 + 1e-9)
                 homes = {layer.boundary.value for layer in plan.layers}
                 homes |= {tier.value for layer in plan.layers for tier in layer.saved.values()}
-                if plan.handoff == "device" and homes == {"device"}:
+                if plan.interlayer_home == "device" and homes == {"device"}:
                     assert busy == pytest.approx(most, rel=1e-9)
             ratios.append(by_microbatch.period_seconds / by_window.period_seconds)
     assert min(ratios) >= 0.75

@@ -14,24 +14,26 @@ from rich.console import Console
 from lazyjax.hardware.profile import load_profile
 from lazyjax.huggingface.configs import to_hf_config
 from lazyjax.models.registry import architecture
-from lazyjax.planning import cache, command, search
-from lazyjax.planning.baselines import BASELINES
-from lazyjax.planning.command import InfeasibleError, baseline_lines, solve_cached, verify_for
-from lazyjax.planning.feasibility import feasible, largest_batch
-from lazyjax.planning.milp import memory_shortfall
-from lazyjax.planning.plan import PlanError, load_plan
-from lazyjax.planning.question import (
+from lazyjax.planning.commands import plan as command
+from lazyjax.planning.commands.report import baseline_rows, comparison, explain, plan_report
+from lazyjax.planning.plan import cache
+from lazyjax.planning.plan.baselines import BASELINES
+from lazyjax.planning.plan.document import PlanError, load_plan
+from lazyjax.planning.planner import search, service
+from lazyjax.planning.planner.feasibility import feasible, largest_batch
+from lazyjax.planning.planner.milp import memory_shortfall
+from lazyjax.planning.planner.question import (
     lean_problem,
     microbatch_counts,
     padding_share,
     problem_of,
     settings_of,
 )
-from lazyjax.planning.report import comparison, explain, plan_report
-from lazyjax.planning.request import build_request, request_key
-from lazyjax.planning.search import find_plan, predict
-from lazyjax.planning.window_memory import memory_rows
-from lazyjax.planning.windows import WindowModel
+from lazyjax.planning.planner.request import build_request, request_key
+from lazyjax.planning.planner.search import find_plan, predict
+from lazyjax.planning.planner.service import InfeasibleError, solve_cached, verify_for
+from lazyjax.planning.planner.window_memory import memory_rows
+from lazyjax.planning.planner.windows import WindowModel
 from lazyjax.specs import Tier
 from tests.tiny import template
 
@@ -67,15 +69,15 @@ def test_the_plan_found_verifies_fits_and_beats_every_baseline_that_fits(request
     assert found.gap <= 0.02
     verification = verify_for(request_, found.plan)
     assert verification.period_seconds == pytest.approx(found.plan.prediction.period_seconds, rel=1e-9)
-    for line in baseline_lines(request_):
+    for line in baseline_rows(request_):
         if not any(line.over(request_, tier) for tier in Tier):
             assert verification.period_seconds <= line.period_seconds * 1.01
-    text = printed(plan_report(request_, found.plan, verification, baseline_lines(request_)))
+    text = printed(plan_report(request_, found.plan, verification, baseline_rows(request_)))
     for expected in ("simulated", "megatrain", "gap", "compute", "kept inside the layers"):
         assert expected in text
     assert "does not fit" not in text
     tight = dataclasses.replace(request_, capacity={**request_.capacity, Tier.DEVICE: 1000})
-    assert "does not fit" in printed(comparison(baseline_lines(request_), tight))
+    assert "does not fit" in printed(comparison(baseline_rows(request_), tight))
 
 
 def test_explain_names_alternatives_and_refuses_other_layers(request_):
@@ -90,7 +92,7 @@ def test_explain_names_alternatives_and_refuses_other_layers(request_):
 def test_plans_are_cached_by_content(request_, tmp_path, monkeypatch):
     plan, found = solve_cached(request_, tmp_path, time_limit_seconds=LIMIT)
     assert found is not None
-    monkeypatch.setattr(command, "find_plan", None)
+    monkeypatch.setattr(service, "find_plan", None)
     again, found = solve_cached(request_, tmp_path, time_limit_seconds=LIMIT)
     assert found is None
     assert again == plan
@@ -254,7 +256,7 @@ def test_what_looks_pointless_is_looked_at_where_nothing_else_fits(request_, mon
 
 
 def test_command_refuses_before_it_solves(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "find_plan", None)
+    monkeypatch.setattr(service, "find_plan", None)
     question = "--model SmolLM2-135M --hardware rtx3090 --seq 64 --no-cache".split()
     with pytest.raises(PlanError, match="--batch"):
         command.plan_command(question)

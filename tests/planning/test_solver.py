@@ -13,13 +13,13 @@ import pytest
 
 from experiments.benchmarks.planner_exactness import random_problem
 from lazyjax.hardware.profile import load_profile
-from lazyjax.planning import solver
-from lazyjax.planning.linear import LinearProgram, Question
-from lazyjax.planning.milp import Program, leanest_plan, memory_shortfall, solve
-from lazyjax.planning.request import build_request
-from lazyjax.planning.search import find_plan
-from lazyjax.planning.solver import SolverFailure, SolverProcess, shared_process
-from lazyjax.planning.verify import verify
+from lazyjax.planning.planner import solver
+from lazyjax.planning.planner.linear import LinearProgram, Question
+from lazyjax.planning.planner.milp import Program, leanest_plan, memory_shortfall, solve
+from lazyjax.planning.planner.request import build_request
+from lazyjax.planning.planner.search import find_plan
+from lazyjax.planning.planner.solver import SolverFailure, SolverProcess, shared_process
+from lazyjax.planning.program.verify import verify
 from lazyjax.specs import Tier
 from tests.tiny import template
 

@@ -19,7 +19,7 @@ from lazyjax.batch import Batch
 from lazyjax.execution.executor import NonFiniteStepsError, StepResult
 from lazyjax.timeline import Event, Resource, Timeline
 from lazyjax.training.display import Display
-from lazyjax.training.loop import Course, Trainer
+from lazyjax.training.loop import Trainer, TrainingSchedule
 from lazyjax.training.run_folder import RunFolder
 
 ROWS, LENGTH = 2, 4
@@ -70,12 +70,14 @@ class KnownExecutor:
 def make_trainer(tmp_path, executor, *, steps=4, evaluate_every=2, evaluation_batches=2):
     output = io.StringIO()
     console = Console(file=output, width=200)
-    course = Course(np.linspace(0.1, 0.4, steps, dtype=np.float32), evaluate_every, steps_per_epoch=2)
+    schedule = TrainingSchedule(
+        np.linspace(0.1, 0.4, steps, dtype=np.float32), evaluate_every, steps_per_epoch=2
+    )
     trainer = Trainer(
         executor,
         itertools.repeat(make_batch()),
         lambda: [make_batch()] * evaluation_batches,
-        course,
+        schedule,
         parameter_count=1000,
         folder=RunFolder(tmp_path),
         display=Display(console, steps=steps, log_every=1),

@@ -25,19 +25,20 @@ from lazyjax.hardware.profile import load_profile
 from lazyjax.models.registry import build_template
 from lazyjax.optim.adamw import Fp32AdamW
 from lazyjax.optim.clipping import ClipRule
-from lazyjax.planning import command, solver
-from lazyjax.planning.baselines import recompute_all
-from lazyjax.planning.costs import Costs, MeasuredKey, measured_key
-from lazyjax.planning.plan import load_plan
-from lazyjax.planning.request import build_request
-from lazyjax.planning.schedule import COMPUTE_KINDS, Kind, Operation
-from lazyjax.planning.search import Found
-from lazyjax.planning.simulate import simulate
-from lazyjax.planning.verify import VerificationError
+from lazyjax.planning.costs.seconds import Costs, MeasuredKey, measured_key
+from lazyjax.planning.plan.baselines import recompute_all
+from lazyjax.planning.plan.document import load_plan
+from lazyjax.planning.planner import service, solver
+from lazyjax.planning.planner.request import build_request
+from lazyjax.planning.planner.search import SearchResult
+from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, Action, Operation
+from lazyjax.planning.program.simulate import simulate
+from lazyjax.planning.program.verify import VerificationError
 from lazyjax.timeline import Resource
-from lazyjax.training import planning, setup, timed_costs
-from lazyjax.training.planning import Replanner, TimedStep, choose_plan, measured_costs, replan
+from lazyjax.training import calibration, replanning, setup, start_plan, timed_costs
+from lazyjax.training.replanning import Replanner, TimedStep, measured_costs, replan
 from lazyjax.training.setup import read_architecture
+from lazyjax.training.start_plan import choose_plan
 from tests import reference, tiny
 
 ROWS, TOKENS, RATE = 4, 12, 1e-3
@@ -63,7 +64,7 @@ def costs_with(recomputing_seconds: float, reading_seconds: float) -> Costs:
     measured = {}
     for accumulates, last in ((False, False), (True, True)):
         for saved, seconds in (((), recomputing_seconds), (EVERYTHING, reading_seconds)):
-            measured[MeasuredKey(BLOCK, Kind.BACKWARD, saved, accumulates, last)] = seconds
+            measured[MeasuredKey(BLOCK, Action.BACKWARD, saved, accumulates, last)] = seconds
     return profile_costs().with_measured(measured)
 
 
@@ -112,9 +113,9 @@ def test_a_swap_changes_no_loss() -> None:
 
 def test_measured_costs_are_the_times_of_the_steps() -> None:
     def seconds(operation: Operation) -> float:
-        if operation.kind in COMPUTE_KINDS:
+        if operation.action in COMPUTE_ACTIONS:
             return 0.1 + 0.01 * operation.layer
-        return 0.5 if operation.kind is Kind.UPDATE else operation.bytes / 3e6
+        return 0.5 if operation.action is Action.UPDATE else operation.bytes / 3e6
 
     with running() as executor:
         schedule = executor.schedule
@@ -128,13 +129,13 @@ def test_measured_costs_are_the_times_of_the_steps() -> None:
     # Blocks share their kernels, so that theirs is the median over both.
     by_kernel = defaultdict(list)
     for operation in schedule.operations:
-        if operation.kind in COMPUTE_KINDS:
+        if operation.action in COMPUTE_ACTIONS:
             by_kernel[measured_key(operation, TEMPLATE.spec)].append(seconds(operation))
     for operation in schedule.operations:
-        if operation.kind in COMPUTE_KINDS:
+        if operation.action in COMPUTE_ACTIONS:
             expected = statistics.median(by_kernel[measured_key(operation, TEMPLATE.spec)])
             assert costs.operation_seconds(operation) == pytest.approx(expected)
-        elif operation.kind in (Kind.FETCH, Kind.GRADIENT_OUT):
+        elif operation.action in (Action.FETCH, Action.GRADIENT_OUT):
             assert costs.operation_seconds(operation) == pytest.approx(operation.bytes / 6e6)
 
 
@@ -156,9 +157,9 @@ def test_a_run_goes_on_where_planning_again_fails_or_finds_nothing(fails, monkey
     def no_plan(request, **keywords):
         if fails:
             raise VerificationError("operation 1 waits for operation 2")
-        return Found(None, (), math.inf, 0.0, {}, 0.0)
+        return SearchResult(None, (), math.inf, 0.0, {}, 0.0)
 
-    monkeypatch.setattr(planning, "find_plan", no_plan)
+    monkeypatch.setattr(replanning, "find_plan", no_plan)
     replanner, said = Replanner(REQUEST, profile_costs(), after_steps=1), list[str]()
     with running() as executor:
         result = executor.train_step(reference.random_batch(1, ROWS, TOKENS, tiny.VOCABULARY), RATE)
@@ -225,7 +226,7 @@ def test_a_solved_plan_is_found_again_and_verified(small, monkeypatch) -> None:
     def refuse(*arguments, **keywords):
         raise AssertionError("solved although the plan is known")
 
-    monkeypatch.setattr(command, "find_plan", refuse)
+    monkeypatch.setattr(service, "find_plan", refuse)
     assert choose_plan(config, template) == plan
 
 
@@ -234,7 +235,7 @@ def test_a_plan_that_fails_verification_never_runs(small, tmp_path, monkeypatch,
     def fail(*arguments, **keywords):
         raise VerificationError("operation 1 waits for operation 2")
 
-    monkeypatch.setattr(planning if planner == "megatrain" else command, "verify", fail)
+    monkeypatch.setattr(start_plan if planner == "megatrain" else service, "verify", fail)
     with pytest.raises(VerificationError):
         setup.train(
             small("--plan.planner", planner, "--plan.hardware", "h800-paper"), Console(file=io.StringIO())
@@ -263,7 +264,7 @@ def test_a_run_calibrates_plans_again_and_records_it(small, tmp_path) -> None:
 
 
 def test_after_a_swap_the_records_speak_of_the_new_plan(small, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(planning.cache, "worth_swapping", lambda running, candidate: True)
+    monkeypatch.setattr(replanning.cache, "worth_swapping", lambda running, candidate: True)
     words = ["--plan.planner", "megatrain", "--plan.hardware", "h800-paper"]
     summary = setup.train(small(*words, "--plan.replan-after-steps", "2"), Console(file=io.StringIO()))
     folder = tmp_path / "runs" / "run"
@@ -283,14 +284,14 @@ def test_only_the_ends_of_the_microbatch_sizes_are_timed(small, monkeypatch) -> 
     monkeypatch.setattr(timed_costs, "calibrate", calibrate)
     config = small("--plan.planner", "milp", "--plan.hardware", "calibrate", "--data.rows", "8")
     template = build_template(read_architecture(config)[0])
-    request = planning.make_request(config, template)
+    request = calibration.make_request(config, template)
     # Every kernel takes time in proportion to its rows, and so does what is not timed, nearly.
-    block = Operation(0, Kind.FORWARD, Resource.COMPUTE, 1, 0, 0)
+    block = Operation(0, Action.FORWARD, Resource.COMPUTE, 1, 0, 0)
     assert request.costs(8).operation_seconds(block) == pytest.approx(8e-3)
     assert 1e-3 < request.costs(2).operation_seconds(block) < 4e-3
     assert timed == [1, 8]
     timed.clear()
-    planning.make_request(config, template, microbatches=2)
+    calibration.make_request(config, template, microbatches=2)
     assert timed == [4]
 
 
@@ -303,5 +304,3 @@ def test_planning_again_leaves_a_step_for_the_new_plan(small, tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"training\.epochs \(0\.001: 2 steps\)"):
         setup.train(small(*words), Console(file=io.StringIO()))
     assert not (tmp_path / "runs").exists()
-
-

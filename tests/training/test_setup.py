@@ -12,11 +12,11 @@ from lazyjax.config import Config, ConfigError, load_config
 from lazyjax.data.chat import load_tokenizer
 from lazyjax.huggingface.checkpoint import load_into
 from lazyjax.models.registry import build_template, init_parameters
-from lazyjax.planning.plan import Boundary, PlanError, load_plan
+from lazyjax.planning.plan.document import Boundary, PlanError, load_plan
 from lazyjax.storage.host import allocate_host_store
 from lazyjax.training import setup
-from lazyjax.training.planning import choose_plan
 from lazyjax.training.setup import SetupError, read_architecture, read_batches
+from lazyjax.training.start_plan import choose_plan
 from tests import reference
 
 ARCHITECTURE = {
@@ -142,8 +142,8 @@ def reference_parameters(template, seed):
 def test_epochs_give_the_steps(small):
     config = small(training__steps="null", training__epochs=0.5)
     batches = read_batches(config.data, load_tokenizer(), 0)
-    course = setup.make_course(config, batches.training)
-    assert course.steps == round(batches.training.batches_in_epoch() / 2)
+    schedule = setup.make_training_schedule(config, batches.training)
+    assert schedule.steps == round(batches.training.batches_in_epoch() / 2)
     assert batches.evaluation is None
 
 

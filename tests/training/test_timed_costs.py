@@ -11,8 +11,8 @@ from lazyjax.execution.calibrate import Calibration
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.hardware.profile import load_profile
 from lazyjax.optim.make import make_host_optimizer
-from lazyjax.planning.costs import Costs, template_costs
-from lazyjax.planning.schedule import Operation
+from lazyjax.planning.costs.seconds import Costs, template_costs
+from lazyjax.planning.program.schedule import Operation
 from lazyjax.timeline import Resource
 from lazyjax.training import timed_costs as module
 from lazyjax.training.timed_costs import TimedSize, time_kernels, timed_costs, timed_rows
@@ -44,7 +44,7 @@ def timed(monkeypatch):
                 saved=key.saved, accumulates=key.accumulates, last=key.last,
             )  # fmt: skip
             seconds[key] = (2 + 3 / rows) * predicted(rows).operation_seconds(operation)
-            guess = predicted(rows).working_bytes(operation.kind, operation.layer, operation.saved)
+            guess = predicted(rows).working_bytes(operation.action, operation.layer, operation.saved)
             working_bytes[key] = 2 * max(1, guess)
         return Calibration(seconds, working_bytes)
 
@@ -71,7 +71,7 @@ def test_other_sizes_follow_in_proportion(timed, rows: int) -> None:
     for operation in ends[0].operations.values():
         expected = (2 + 3 / rows) * predicted(rows).operation_seconds(operation)
         assert costs.operation_seconds(operation) == pytest.approx(expected)
-        place = (operation.kind, operation.layer, operation.saved)
+        place = (operation.action, operation.layer, operation.saved)
         assert costs.working_bytes(*place) == math.ceil(2 * max(1, predicted(rows).working_bytes(*place)))
 
 

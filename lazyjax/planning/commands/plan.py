@@ -1,0 +1,175 @@
+"""The command `lazyjax plan`: solve, verify, show, save."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+
+from lazyjax.hardware.profile import load_profile
+from lazyjax.huggingface.checkpoint import read_json_table
+from lazyjax.models.architecture import Architecture
+from lazyjax.models.registry import architecture, build_template, parse_hf_config
+from lazyjax.optim.make import OPTIMIZERS
+from lazyjax.planning.commands.plot import plot_timeline
+from lazyjax.planning.commands.report import baseline_rows, explain, plan_report
+from lazyjax.planning.plan import cache
+from lazyjax.planning.plan.document import PlanError, load_plan, validate_plan
+from lazyjax.planning.planner.feasibility import largest_batch
+from lazyjax.planning.planner.question import Request
+from lazyjax.planning.planner.request import build_request, request_key
+from lazyjax.planning.planner.search import RELATIVE_GAP
+from lazyjax.planning.planner.service import (
+    InfeasibleError,
+    check_batch,
+    residual_names,
+    solve_cached,
+    verify_for,
+)
+from lazyjax.specs import Tier
+from lazyjax.timeline import write_perfetto
+
+#: The host optimizer with the smallest state.
+SMALLEST_OPTIMIZER = "hybrid8bit"
+
+
+def plan_command(arguments: Sequence[str]) -> None:
+    """Plan a training step: lazyjax plan --model NAME --hardware PROFILE --batch ROWS --seq TOKENS."""
+    options = _parser().parse_args(list(arguments))
+    console = Console()
+    if options.batch is None and options.max_batch is None:
+        raise PlanError("--batch: say how many rows a batch has, or find out with --max-batch ROWS")
+    template = build_template(read_architecture(options.model))
+    last = len(template.spec.layers) - 1
+    if options.explain is not None and not 0 <= options.explain <= last:
+        raise PlanError(f"--explain {options.explain}: the model has layers 0 to {last}")
+    profile = load_profile(options.hardware)
+
+    def ask(rows: int, *, nvme: bool = options.nvme, optimizer: str = options.optimizer) -> Request:
+        request = build_request(
+            template,
+            profile,
+            rows=rows,
+            sequence_length=options.seq,
+            optimizer=optimizer,
+            device_bytes=_bytes(options.device_gb),
+            host_bytes=_bytes(options.host_gb),
+            nvme_bytes=None if nvme else 0,
+        )
+        fixed = {key: getattr(options, key) for key in ("microbatches", "interlayer_home", "update")}
+        return dataclasses.replace(request, **fixed)
+
+    rows = options.batch
+    if options.max_batch is not None:
+        unit = profile.devices * (options.microbatches or 1)
+        rows = largest_batch(ask(unit), below=options.max_batch + 1)
+        if not rows:
+            why = f"ask for --batch {unit} to see why"
+            raise InfeasibleError(f"no batch up to {options.max_batch} fits; {why}")
+        console.print(f"largest batch that fits, up to {options.max_batch}: [bold]{rows}[/bold] rows")
+    request = ask(rows)
+    offers: dict[str, Request] = {}
+    if profile.nvme_bytes and not options.nvme:
+        offers["--nvme (the profile has a drive)"] = ask(rows, nvme=True)
+    if options.optimizer != SMALLEST_OPTIMIZER:
+        offers[f"--optimizer {SMALLEST_OPTIMIZER}"] = ask(rows, optimizer=SMALLEST_OPTIMIZER)
+    found = None
+    if options.plan is not None:
+        plan = load_plan(options.plan)
+        check_batch(plan, request, str(options.plan))
+        validate_plan(plan, template.spec, residual_names(request))
+    else:
+        folder = None if options.no_cache else cache.default_folder()
+        plan, found = solve_cached(
+            request,
+            folder,
+            time_limit_seconds=options.time_limit,
+            relative_gap=options.gap / 100,
+            console=console,
+            offers=offers,
+        )
+        if found is None:
+            console.print("[dim]solved before: from the cache[/dim]", highlight=False)
+    verification = verify_for(request, plan)
+    if options.out is not None:
+        plan.save(options.out)
+    if options.png is not None:
+        title = f"{plan.model}, {options.hardware}, {plan.rows} x {plan.sequence_length} (simulated)"
+        static = {tier: verification.peak_bytes[tier] - verification.live_bytes[tier] for tier in Tier}
+        timeline = verification.simulation.timeline
+        plot_timeline(timeline, options.png, title=title, capacity=request.capacity, fixed=static)
+    if options.trace is not None:
+        write_perfetto([verification.simulation.timeline], options.trace)
+    console.print(plan_report(request, plan, verification, baseline_rows(request)))
+    if options.explain is not None:
+        console.print(explain(request, plan, options.explain))
+    written = options.out
+    if written is None and options.plan is None and not options.no_cache:
+        written = cache.path_of(cache.default_folder(), request_key(request))
+    if written is not None and written.exists():
+        console.print(f"plan: {written}", soft_wrap=True, highlight=False)
+
+
+def read_architecture(name: str) -> Architecture:
+    """A packaged architecture by name, or that of a Hugging Face folder or config.json.
+
+    Raises:
+        ArchitectureError: no such name, or a file that describes no supported model.
+    """
+    path = pathlib.Path(name)
+    if path.is_dir():
+        return parse_hf_config(read_json_table(path / "config.json"), name=path.resolve().name)
+    if name.endswith(".json"):
+        return parse_hf_config(read_json_table(path), name=path.stem)
+    return architecture(name)
+
+
+def _bytes(gigabytes: float | None) -> int | None:
+    return None if gigabytes is None else int(gigabytes * 1e9)
+
+
+def _number(least: int, kind: type[int] | type[float]) -> Callable[[str], float | int]:
+    def parse(text: str) -> float | int:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(-1)
+        if not (math.isfinite(value) and value >= least):
+            word = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {word} from {least:g} on, it is {text!r}")
+        return value
+
+    return parse
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lazyjax plan", description="Plan a training step.")
+    positive, amount = _number(1, int), _number(0, float)
+    parser.add_argument("--model", required=True, help="packaged architecture, model folder or config.json")
+    parser.add_argument("--hardware", required=True, help="preset or file made by `lazyjax profile`")
+    parser.add_argument("--batch", type=positive, help="rows of a batch")
+    parser.add_argument("--seq", type=positive, default=1024, help="tokens of a row")
+    parser.add_argument("--optimizer", default=SMALLEST_OPTIMIZER, choices=OPTIMIZERS, help="host optimizer")
+    parser.add_argument(
+        "--max-batch", type=positive, metavar="ROWS", help="find the largest batch up to ROWS and plan it"
+    )
+    parser.add_argument("--microbatches", type=positive, help="fix the number of microbatches")
+    parser.add_argument("--interlayer-home", choices=("device", "host"), help="fix where activations wait")
+    parser.add_argument("--update", choices=("deferred", "immediate"), help="when the optimizer runs")
+    parser.add_argument("--device-gb", type=amount, help="device memory to use, GB (1e9 bytes)")
+    parser.add_argument("--host-gb", type=amount, help="host memory to use, GB")
+    parser.add_argument("--nvme", action="store_true", help="use the profile's NVMe for boundaries and state")
+    parser.add_argument("--plan", type=pathlib.Path, help="show this plan instead of solving")
+    parser.add_argument("--explain", type=int, metavar="LAYER", help="why this layer is treated so")
+    parser.add_argument("--time-limit", type=amount, default=20.0, help="seconds for the search")
+    percent = 100 * RELATIVE_GAP
+    parser.add_argument("--gap", type=amount, default=percent, help="percent from the best possible plan")
+    parser.add_argument("--no-cache", action="store_true", help="solve even if the plan is known")
+    parser.add_argument("--out", type=pathlib.Path, help="write the plan as JSON here")
+    parser.add_argument("--png", type=pathlib.Path, help="write the simulated step as a picture")
+    parser.add_argument("--trace", type=pathlib.Path, help="write the simulated step for Perfetto")
+    return parser

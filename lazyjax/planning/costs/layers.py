@@ -1,0 +1,242 @@
+"""Work and working set of every kernel of a template, and which sets of tensors are worth saving.
+
+Programs are traced once per kind at two row counts; those of other microbatches follow, because
+every size in them is affine in the rows. The backward pass with saved tensors is the one without,
+cut where those tensors are named. All of it is shape arithmetic: no array exists.
+
+The kernels of `lazyjax.execution` are mirrored here as far as they do work: backward ends with
+the gradients in one flat float32 slab, the head runs in chunks of tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from lazyjax.models.residuals import backward_from
+from lazyjax.models.template import Context, LayerKind, ModelTemplate
+from lazyjax.planning.costs.trace import Graph, UnknownCostError, Work, between, saved_in_order, trace
+
+#: Row counts at which programs are traced; one row could lose an axis to broadcasting.
+_LOW_ROWS, _HIGH_ROWS = 2, 3
+#: Up to this many named tensors all their sets are weighed.
+_EXHAUSTIVE_NAMES = 10
+
+
+class CallShape(NamedTuple):
+    """What a kernel is traced for: hidden size, T tokens and the compute dtype's name."""
+
+    hidden_size: int
+    sequence_length: int
+    compute_dtype: str
+
+
+class SaveSet(NamedTuple):
+    """A set of named tensors that may be kept, for one microbatch.
+
+    Attributes:
+        names: in the order in which the layer computes them.
+        bytes: what keeping them takes.
+        backward_seconds: of the backward pass, with what it still has to compute again.
+    """
+
+    names: tuple[str, ...]
+    bytes: int
+    backward_seconds: float
+
+
+def kind_inputs(
+    kind: LayerKind, hidden_size: int, rows: int, sequence_length: int, compute_dtype: str
+) -> tuple[tuple[jax.ShapeDtypeStruct, ...], jax.ShapeDtypeStruct, Context]:
+    """Abstract (parameters, x, context) of one call of `kind` on [rows, sequence_length] tokens."""
+    dtype = jnp.dtype(compute_dtype)
+    tokens: Any = jax.ShapeDtypeStruct((rows, sequence_length), jnp.int32)
+    params = tuple(jax.ShapeDtypeStruct(tensor.shape, dtype) for tensor in kind.parameters)
+    hidden = jax.ShapeDtypeStruct((rows, sequence_length, hidden_size), dtype)
+    return params, tokens if kind.name == "embed" else hidden, Context(tokens, tokens)
+
+
+def forward_graph(kind: LayerKind, shape: CallShape, rows: int, saved: Collection[str] = ()) -> Graph:
+    """The forward pass on `rows` x T tokens that also returns the tensors in `saved`."""
+    graph = _forward(kind, shape, rows)
+    named = [node.outputs[0] for node in graph.nodes if node.primitive == "name" and node.name in saved]
+    return graph.needed((*graph.outputs, *named)) if named else graph
+
+
+def backward_graph(kind: LayerKind, shape: CallShape, rows: int, saved: Collection[str] = ()) -> Graph:
+    """The backward pass, recomputing what is not in `saved`: input gradient and flat float32 slab."""
+    graph = _backward(kind, shape, rows)
+    return graph.needed(graph.outputs, saved=saved) if saved else graph
+
+
+def named_bytes(kind: LayerKind, shape: CallShape, rows: int) -> dict[str, int]:
+    """Bytes of the tensors that a layer names, for `rows` x T tokens."""
+    graph = _forward(kind, shape, rows)
+    return {node.name: graph.sizes[node.outputs[0]] for node in graph.nodes if node.primitive == "name"}
+
+
+@functools.lru_cache(maxsize=256)
+def _forward(kind: LayerKind, shape: CallShape, rows: int) -> Graph:
+    def at(count: int) -> Graph:
+        inputs = kind_inputs(kind, shape.hidden_size, count, shape.sequence_length, shape.compute_dtype)
+        return trace(lambda p, x, c: kind.apply(p, x, c), *inputs)
+
+    return _at_rows(at, ("forward", kind, shape), rows)
+
+
+@functools.lru_cache(maxsize=256)
+def _backward(kind: LayerKind, shape: CallShape, rows: int) -> Graph:
+    def at(count: int) -> Graph:
+        inputs = kind_inputs(kind, shape.hidden_size, count, shape.sequence_length, shape.compute_dtype)
+        dtype = jnp.dtype(shape.compute_dtype)
+        dy = jax.ShapeDtypeStruct((count, shape.sequence_length, shape.hidden_size), dtype)
+
+        def backward(params: Any, x: Array, context: Any, dy: Array) -> Any:
+            if kind.name == "embed":
+                table = jnp.zeros(kind.parameters[0].shape, jnp.float32)
+                return table.at[x].add(dy.astype(jnp.float32))
+            gradients, dx = backward_from(kind.apply, (), params, x, context, (), dy)
+            return dx, _flat(gradients)
+
+        return trace(backward, *inputs, dy)
+
+    return _at_rows(at, ("backward", kind, shape), rows)
+
+
+@functools.lru_cache(maxsize=256)
+def loss_graph(template: ModelTemplate, shape: CallShape, rows: int, chunk_tokens: int) -> Graph:
+    """Final norm, logits, cross-entropy and their gradients in chunks of at most `chunk_tokens` tokens."""
+    spec = template.spec
+    head = template.kind(len(spec.layers) - 1)
+    params, x, context = kind_inputs(
+        head, shape.hidden_size, rows, shape.sequence_length, shape.compute_dtype
+    )
+    table = jax.ShapeDtypeStruct((spec.vocabulary_size, shape.hidden_size), jnp.dtype(shape.compute_dtype))
+    width = min(shape.sequence_length, max(1, chunk_tokens // rows))
+    chunks = -(-shape.sequence_length // width)
+
+    def loss(
+        params: Any, table_VD: Array, x_BTD: Array, context: Any, targets_BT: Array, mask_BT: Array
+    ) -> Any:
+        normed_BTD, pullback = jax.vjp(lambda p, x: head.apply(p, x, context), params, x_BTD)
+        padding = [(0, 0), (0, chunks * width - shape.sequence_length)]
+
+        def split(array: Array) -> Array:
+            padded = jnp.pad(array, padding + [(0, 0)] * (array.ndim - 2))
+            return jnp.moveaxis(padded.reshape(rows, chunks, width, *array.shape[2:]), 1, 0)
+
+        def one_chunk(table_gradient_VD: Array, chunk: Any) -> tuple[Array, tuple[Array, Array]]:
+            normed_BCD, targets_BC, mask_BC = chunk
+            logits_BCV = jnp.einsum("bcd,vd->bcv", normed_BCD, table_VD, preferred_element_type=jnp.float32)
+            total_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
+            chosen_BC = jnp.take_along_axis(logits_BCV, targets_BC[..., None], axis=-1)[..., 0]
+            onehot_BCV = targets_BC[..., None] == jnp.arange(table_VD.shape[0])
+            gradient_BCV = (jnp.exp(logits_BCV - total_BC[..., None]) - onehot_BCV) * mask_BC[..., None]
+            gradient_BCV = gradient_BCV.astype(x_BTD.dtype)
+            table_gradient_VD += jnp.einsum(
+                "bcv,bcd->vd", gradient_BCV, normed_BCD, preferred_element_type=jnp.float32
+            )
+            normed_gradient_BCD = jnp.einsum("bcv,vd->bcd", gradient_BCV, table_VD)
+            return table_gradient_VD, (normed_gradient_BCD, total_BC - chosen_BC)
+
+        start = jnp.zeros(table_VD.shape, jnp.float32)
+        chunked = (split(normed_BTD), split(targets_BT), split(mask_BT))
+        table_gradient_VD, (gradient, losses) = jax.lax.scan(one_chunk, start, chunked)
+        gradient_BTD = jnp.moveaxis(gradient, 0, 1).reshape(rows, chunks * width, -1)
+        gradients, dx = pullback(gradient_BTD[:, : shape.sequence_length])
+        shapes = [tensor.shape for tensor in head.parameters]
+        small = tuple(g for g, size in zip(gradients, shapes, strict=True) if len(size) < 2)
+        return losses.sum(), dx, _flat((*small, table_gradient_VD))
+
+    tokens = jax.ShapeDtypeStruct((rows, shape.sequence_length), jnp.int32)
+    mask = jax.ShapeDtypeStruct((rows, shape.sequence_length), jnp.float32)
+    return trace(loss, params, table, x, context, tokens, mask)
+
+
+def save_sets(
+    kind: LayerKind, shape: CallShape, rows: int, seconds: Callable[[Work], float], *, most: int = 6
+) -> tuple[SaveSet, ...]:
+    """Sets worth choosing from: none uses more bytes than another that saves as much time.
+
+    Starts with the empty set, bytes ascend and backward seconds descend strictly. At most
+    `most` are kept: the two ends, then those whose omission would cost most.
+
+    Args:
+        seconds: time of some work on the hardware at hand.
+    """
+    return _thin(_pareto(_all_sets(kind, shape, rows, seconds)), most)
+
+
+def _all_sets(
+    kind: LayerKind, shape: CallShape, rows: int, seconds: Callable[[Work], float]
+) -> list[SaveSet]:
+    sizes = named_bytes(kind, shape, rows)
+    names = tuple(name for name in kind.residual_names if name in sizes)
+
+    def weigh(saved: Collection[str]) -> SaveSet:
+        ordered = saved_in_order(names, saved)
+        work = backward_graph(kind, shape, rows, ordered).work()
+        return SaveSet(ordered, sum(sizes[name] for name in ordered), seconds(work))
+
+    if len(names) <= _EXHAUSTIVE_NAMES:
+        subsets = itertools.chain.from_iterable(
+            itertools.combinations(names, count) for count in range(len(names) + 1)
+        )
+        return [weigh(subset) for subset in subsets]
+    found = [weigh(())]
+    while len(found[-1].names) < len(names):
+        before = found[-1]
+        rest = [weigh({*before.names, name}) for name in names if name not in before.names]
+        found.append(
+            max(
+                rest,
+                key=lambda s: (before.backward_seconds - s.backward_seconds) / (s.bytes - before.bytes),
+            )
+        )
+    return found
+
+
+def _pareto(sets: list[SaveSet]) -> list[SaveSet]:
+    front: list[SaveSet] = []
+    for candidate in sorted(sets, key=lambda s: (s.bytes, s.backward_seconds, len(s.names))):
+        if not front or candidate.backward_seconds < front[-1].backward_seconds * (1 - 1e-9) - 1e-15:
+            front.append(candidate)
+    return front
+
+
+def _thin(front: list[SaveSet], most: int) -> tuple[SaveSet, ...]:
+    """Drops the set that lies least below the line between its neighbours until `most` remain."""
+    kept = list(front)
+    while len(kept) > most:
+
+        def loss(i: int) -> float:
+            a, b, c = kept[i - 1], kept[i], kept[i + 1]
+            share = (b.bytes - a.bytes) / (c.bytes - a.bytes)
+            line = a.backward_seconds + share * (c.backward_seconds - a.backward_seconds)
+            return (line - b.backward_seconds) * (c.bytes - a.bytes)
+
+        kept.pop(min(range(1, len(kept) - 1), key=loss))
+    return tuple(kept)
+
+
+_Traced = dict[tuple[Any, ...], tuple[Graph, Graph]]
+_traced: _Traced = {}
+
+
+def _at_rows(at: Callable[[int], Graph], key: tuple[Any, ...], rows: int) -> Graph:
+    if key not in _traced:
+        _traced[key] = (at(_LOW_ROWS), at(_HIGH_ROWS))
+    try:
+        return between(*_traced[key], _LOW_ROWS, _HIGH_ROWS, rows)
+    except UnknownCostError:
+        return at(rows)
+
+
+def _flat(gradients: tuple[Array, ...]) -> Array:
+    return jnp.concatenate([gradient.astype(jnp.float32).reshape(-1) for gradient in gradients])

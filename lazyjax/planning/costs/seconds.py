@@ -1,0 +1,349 @@
+"""Seconds and working sets of every operation of a schedule, for one microbatch size.
+
+Work comes from the template (`lazyjax.planning.costs.layers`) or from a description of a model that
+has none (`lazyjax.planning.costs.described`); rates come from a hardware profile. Measured seconds of
+compiled kernels replace predicted ones where they are given. Links are taken to be busy in both
+directions, so each runs at its rate times the profile's duplex factor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from lazyjax.hardware.profile import HardwareProfile
+from lazyjax.models.template import ModelTemplate
+from lazyjax.optim.base import HostOptimizer
+from lazyjax.planning.costs.layers import (
+    CallShape,
+    SaveSet,
+    backward_graph,
+    forward_graph,
+    loss_graph,
+    save_sets,
+)
+from lazyjax.planning.costs.sizes import model_sizes
+from lazyjax.planning.costs.trace import Kernel, Work, saved_in_order
+from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, Action, ModelSizes, Operation, Schedule
+from lazyjax.specs import ModelSpec, SlabLayout, item_bytes, slab_layout
+
+#: Tokens whose logits exist at once, as `lazyjax.execution.kernels.Kernels` has it by default.
+HEAD_CHUNK_TOKENS = 1024
+
+
+class CostError(ValueError):
+    """A profile lacks a figure that the plan needs; the message names it."""
+
+
+class MeasuredKey(NamedTuple):
+    """One compiled kernel.
+
+    Attributes:
+        kind: of the layer.
+        phase: `FORWARD` (also for recomputed boundaries), `BACKWARD` or `LOSS`.
+        saved: names it saves or reads, sorted.
+        accumulates, last: as in `schedule.Operation`; False for forward calls.
+    """
+
+    kind: str
+    phase: Action
+    saved: tuple[str, ...] = ()
+    accumulates: bool = False
+    last: bool = False
+
+
+@runtime_checkable
+class WorkSource(Protocol):
+    """Where the work of a layer kind's kernels comes from, for one microbatch on one device."""
+
+    def work(self, kind: str, phase: Action, saved: tuple[str, ...]) -> Work:
+        """Kernels of a forward (also recompute), loss or backward call."""
+        ...
+
+    def working_bytes(self, kind: str, phase: Action, saved: tuple[str, ...]) -> int:
+        """Device bytes besides operands and results."""
+        ...
+
+    def save_sets(self, kind: str, seconds: Callable[[Work], float]) -> tuple[SaveSet, ...]:
+        """Sets of residuals worth keeping, the empty one first."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TemplateWork:
+    """Work read off a template's traced kernels."""
+
+    template: ModelTemplate
+    shape: CallShape
+    rows: int
+    head_chunk_tokens: int
+
+    def work(self, kind: str, phase: Action, saved: tuple[str, ...]) -> Work:
+        """See `WorkSource`."""
+        return _work_of(self, kind, phase, saved)[0]
+
+    def working_bytes(self, kind: str, phase: Action, saved: tuple[str, ...]) -> int:
+        """Materialised intermediate values at their peak: the stated model, not XLA's own count."""
+        return _work_of(self, kind, phase, saved)[1]
+
+    def save_sets(self, kind: str, seconds: Callable[[Work], float]) -> tuple[SaveSet, ...]:
+        """See `lazyjax.planning.layer_work.save_sets`."""
+        layer_kind = self.template.kinds[kind]
+        if not layer_kind.residual_names:
+            return (SaveSet((), 0, seconds(self.work(kind, Action.BACKWARD, ()))),)
+        return save_sets(layer_kind, self.shape, self.rows, seconds)
+
+
+@functools.lru_cache(maxsize=4096)
+def _work_of(source: TemplateWork, kind: str, phase: Action, saved: tuple[str, ...]) -> tuple[Work, int]:
+    layer_kind = source.template.kinds[kind]
+    ordered = saved_in_order(layer_kind.residual_names, saved)
+    match phase:
+        case Action.FORWARD:
+            graph = forward_graph(layer_kind, source.shape, source.rows, ordered)
+        case Action.RECOMPUTE:
+            graph = forward_graph(layer_kind, source.shape, source.rows)
+        case Action.BACKWARD:
+            graph = backward_graph(layer_kind, source.shape, source.rows, ordered)
+        case Action.LOSS:
+            graph = loss_graph(source.template, source.shape, source.rows, source.head_chunk_tokens)
+        case _:
+            raise ValueError(f"{phase.value} is no compute operation")
+    return graph.work(), graph.peak_bytes()
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What every operation costs under one profile, for microbatches of one size.
+
+    Attributes:
+        spec: the model.
+        profile: rates and capacities.
+        optimizer: key of `profile.host_update_parameters_per_second`.
+        rows, sequence_length: of one microbatch, over all devices.
+        sizes: bytes per device, optimizer state included.
+        source: work of the compute operations.
+        measured: seconds of kernels that were timed on the device in use.
+        measured_working_bytes: what XLA's memory analysis says these kernels need.
+    """
+
+    spec: ModelSpec
+    profile: HardwareProfile
+    optimizer: str
+    rows: int
+    sequence_length: int
+    sizes: ModelSizes
+    source: WorkSource
+    measured: Mapping[MeasuredKey, float] = dataclasses.field(default_factory=dict)
+    measured_working_bytes: Mapping[MeasuredKey, int] = dataclasses.field(default_factory=dict)
+    _known: dict[MeasuredKey, float] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    _known_sets: dict[str, Sequence[SaveSet]] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def operation_seconds(self, operation: Operation) -> float:
+        """Seconds of one operation of a schedule.
+
+        Raises:
+            CostError: the profile does not say how fast NVMe or this optimizer is.
+        """
+        profile = self.profile
+        match operation.action:
+            case Action.FETCH | Action.RELOAD:
+                return operation.bytes / (profile.h2d_bytes_per_second * profile.duplex_factor)
+            case Action.OFFLOAD | Action.GRADIENT_OUT:
+                return operation.bytes / (profile.d2h_bytes_per_second * profile.duplex_factor)
+            case Action.LOAD | Action.LOAD_STATE:
+                return self._nvme_seconds(operation.bytes, "nvme_read_bytes_per_second")
+            case Action.SPILL | Action.SPILL_STATE:
+                return self._nvme_seconds(operation.bytes, "nvme_write_bytes_per_second")
+            case Action.UPDATE:
+                return self.update_seconds(operation.layer)
+            case _:
+                return self._compute_seconds(operation)
+
+    def update_seconds(self, layer: int) -> float:
+        """Seconds of one layer's host update, all devices' shards together."""
+        rates = self.profile.host_update_parameters_per_second
+        if self.optimizer not in rates:
+            raise CostError(
+                f"profile {self.profile.name}: host_update_parameters_per_second has no rate for "
+                f"{self.optimizer!r}; it has {', '.join(sorted(rates))}"
+            )
+        elements = self.sizes.layers[layer].accumulator_bytes // 4 * self.profile.devices
+        return elements / rates[self.optimizer]
+
+    def save_sets(self, kind: str) -> Sequence[SaveSet]:
+        """Sets of residuals worth keeping in layers of `kind`, the empty one first."""
+        if kind not in self._known_sets:
+            self._known_sets[kind] = self.source.save_sets(kind, self._seconds)
+        return self._known_sets[kind]
+
+    def working_bytes(self, action: Action, layer: int, saved: tuple[str, ...]) -> int:
+        """Device bytes that a compute operation needs besides its operands and results."""
+        name, names = self.spec.layers[layer].kind, tuple(sorted(saved))
+        phase = Action.FORWARD if action is Action.RECOMPUTE else action
+        known = [size for key, size in self.measured_working_bytes.items() if key[:3] == (name, phase, names)]
+        return max(known) if known else self.source.working_bytes(name, action, names)
+
+    def operation_flops(self, operation: Operation) -> int:
+        """Matrix FLOPs of one operation, all devices together; 0 for what is no compute."""
+        if operation.action not in COMPUTE_ACTIONS:
+            return 0
+        work = self.source.work(self.spec.layers[operation.layer].kind, operation.action, operation.saved)
+        return work.flops * self.profile.devices
+
+    def executed_flops(self, schedule: Schedule) -> int:
+        """Matrix FLOPs of a step as executed: with attention and with what is recomputed."""
+        return sum(self.operation_flops(operation) for operation in schedule.operations)
+
+    def with_measured(
+        self, seconds: Mapping[MeasuredKey, float], working_bytes: Mapping[MeasuredKey, int] | None = None
+    ) -> Costs:
+        """These costs with measured seconds per call, and working sets, in place of predicted ones.
+
+        A kernel that was not timed takes its prediction times the mean ratio of measured to
+        predicted seconds of the timed kernels of the same kind and phase.
+        """
+        return dataclasses.replace(
+            self,
+            measured={**self.measured, **_sorted_names(seconds)},
+            measured_working_bytes={**self.measured_working_bytes, **_sorted_names(working_bytes or {})},
+            _known={},
+            _known_sets={},
+        )
+
+    def with_profile(self, profile: HardwareProfile) -> Costs:
+        """The same work on other hardware; measured seconds are dropped."""
+        return dataclasses.replace(
+            self, profile=profile, measured={}, measured_working_bytes={}, _known={}, _known_sets={}
+        )
+
+    def _seconds(self, work: Work) -> float:
+        profile = self.profile
+        return work.seconds(profile.matmul_flops_per_second, profile.device_bandwidth_bytes_per_second)
+
+    def _nvme_seconds(self, moved_bytes: int, figure: str) -> float:
+        rate = getattr(self.profile, figure)
+        if rate is None:
+            raise CostError(f"profile {self.profile.name}: the plan uses NVMe, {figure} is missing")
+        return moved_bytes * self.profile.devices / rate
+
+    def _compute_seconds(self, operation: Operation) -> float:
+        key = measured_key(operation, self.spec)
+        if key not in self._known:
+            seconds = self._measured_or_predicted(key, operation.layer)
+            self._known[key] = seconds + self._collective_seconds(operation)
+        return self._known[key]
+
+    def _measured_or_predicted(self, key: MeasuredKey, layer: int) -> float:
+        if key in self.measured:
+            return self.measured[key]
+        predicted = self._predicted(key, layer)
+        ratios = [
+            seconds / self._predicted(other, layer)
+            for other, seconds in self.measured.items()
+            if (other.kind, other.phase) == (key.kind, key.phase)
+        ]
+        return predicted * sum(ratios) / len(ratios) if ratios else predicted
+
+    def _predicted(self, key: MeasuredKey, layer: int) -> float:
+        """From work and rates. Gradients: reading the accumulator; rounding it and taking its norm."""
+        moved = 0
+        if key.phase in (Action.BACKWARD, Action.LOSS):
+            own = self.sizes.layers[layer]
+            tied = key.phase is Action.LOSS and self.sizes.tied
+            table_bytes = self.sizes.layers[0].accumulator_bytes if tied else 0
+            moved = (own.accumulator_bytes + table_bytes) * key.accumulates
+            moved += 2 * own.gradient_bytes * key.last
+        gradients = self._seconds(Work({Kernel(0, moved): 1}))
+        return self._seconds(self.source.work(key.kind, key.phase, key.saved)) + gradients
+
+    def _collective_seconds(self, operation: Operation) -> float:
+        """All-gather of the slab in every call, reduce-scatter of the gradient in backward calls."""
+        if self.profile.devices == 1 or self.profile.interconnect_bytes_per_second is None:
+            return 0.0
+        layer = self.sizes.layers[operation.layer]
+        shards = layer.parameter_bytes
+        if operation.action in (Action.BACKWARD, Action.LOSS):
+            shards += layer.accumulator_bytes
+        return (self.profile.devices - 1) * shards / self.profile.interconnect_bytes_per_second
+
+
+def measured_key(operation: Operation, spec: ModelSpec) -> MeasuredKey:
+    """The compiled kernel that a compute operation calls."""
+    kind = spec.layers[operation.layer].kind
+    names = tuple(sorted(operation.saved))
+    if operation.action in (Action.FORWARD, Action.RECOMPUTE):
+        return MeasuredKey(kind, Action.FORWARD, names)
+    return MeasuredKey(kind, operation.action, names, operation.accumulates, operation.last)
+
+
+def _sorted_names[Value](measured: Mapping[MeasuredKey, Value]) -> dict[MeasuredKey, Value]:
+    return {key._replace(saved=tuple(sorted(key.saved))): value for key, value in measured.items()}
+
+
+def template_costs(
+    template: ModelTemplate,
+    profile: HardwareProfile,
+    *,
+    rows: int,
+    sequence_length: int,
+    optimizer: HostOptimizer,
+    compute_dtype: str = "bfloat16",
+    gradient_dtype: str = "bfloat16",
+    head_chunk_tokens: int = HEAD_CHUNK_TOKENS,
+) -> Costs:
+    """Costs of a template's microbatches of `rows` x `sequence_length` tokens (over all devices)."""
+    devices = profile.devices
+    sizes = model_sizes(
+        template,
+        rows=rows,
+        sequence_length=sequence_length,
+        compute_dtype=compute_dtype,
+        gradient_dtype=gradient_dtype,
+        devices=devices,
+    )
+    shape = CallShape(template.spec.hidden_size, sequence_length, compute_dtype)
+    return Costs(
+        spec=template.spec,
+        profile=profile,
+        optimizer=optimizer.name,
+        rows=rows,
+        sequence_length=sequence_length,
+        sizes=with_state_bytes(sizes, template.spec, optimizer, devices=devices),
+        source=TemplateWork(template, shape, rows // devices, head_chunk_tokens),
+    )
+
+
+def with_state_bytes(
+    sizes: ModelSizes, spec: ModelSpec, optimizer: HostOptimizer, *, devices: int = 1
+) -> ModelSizes:
+    """The sizes with each layer's optimizer state, all devices' shards together."""
+    layers = tuple(
+        dataclasses.replace(layer, state_bytes=_state_bytes(layout, optimizer))
+        for layer, layout in zip(sizes.layers, _layouts(spec, devices), strict=True)
+    )
+    return dataclasses.replace(sizes, layers=layers)
+
+
+def static_host_bytes(spec: ModelSpec, *, gradient_dtype: str = "bfloat16", devices: int = 1) -> int:
+    """Host bytes of the split master weights and the gradient slabs, without optimizer state."""
+    per_element = 4 + item_bytes(gradient_dtype)
+    return sum(layout.length * per_element for layout in _layouts(spec, devices))
+
+
+def model_flops(spec: ModelSpec, rows: int, sequence_length: int) -> int:
+    """6 N tokens: the convention of MegaTrain and LazyTrain (padding counts, attention does not)."""
+    return 6 * spec.parameter_count * rows * sequence_length
+
+
+def _layouts(spec: ModelSpec, devices: int) -> list[SlabLayout]:
+    return [slab_layout(layer.parameters, devices=devices) for layer in spec.layers]
+
+
+def _state_bytes(layout: SlabLayout, optimizer: HostOptimizer) -> int:
+    described = optimizer.describe_state(layout).values()
+    return sum(item_bytes(dtype) * functools.reduce(int.__mul__, shape, 1) for shape, dtype in described)

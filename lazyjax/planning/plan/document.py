@@ -1,0 +1,197 @@
+"""The plan: every decision about one training step, as a versioned document.
+
+A plan says where each layer's input (its boundary) and its named residuals live between the
+forward and the backward pass, which parameters stay on the device, where optimizer state
+lives, and how the batch is cut. Planners write plans, `lazyjax.planning.program.schedule` expands them;
+nothing else interprets them. Layers are numbered as in `ModelSpec.layers`: 0 is the embedding,
+then the blocks, last the head; boundary l is the input of layer l.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import pydantic
+
+from lazyjax.specs import ModelSpec, Tier
+
+PLAN_VERSION: Literal[2] = 2
+
+
+class PlanError(ValueError):
+    """A plan that cannot be read or does not fit the model; the message names the key."""
+
+
+class Boundary(enum.StrEnum):
+    """Where a layer's input waits for the backward pass."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+    RECOMPUTE = "recompute"
+
+    @property
+    def tier(self) -> Tier | None:
+        """The tier that holds the boundary; None where it is recomputed."""
+        return None if self is Boundary.RECOMPUTE else Tier(self.value)
+
+
+class _Model(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+
+class LayerPlan(_Model):
+    """Decisions for one layer.
+
+    Attributes:
+        boundary: home of the layer's input. The embedding's input is the batch of tokens, which
+            stays on the device; the head's is used at once and must be `device`.
+        saved: home of each named residual that is kept; names left out are recomputed.
+        resident: parameters stay on the device from the forward to the backward pass.
+        state: home of the optimizer state.
+    """
+
+    boundary: Boundary = Boundary.DEVICE
+    saved: Mapping[str, Tier] = pydantic.Field(default_factory=dict)
+    resident: bool = False
+    state: Literal["host", "nvme"] = "host"
+
+
+class Prediction(_Model):
+    """What the planner expected: seconds per step, bytes per tier, and how sure it is.
+
+    `period_seconds` is the replay's, microbatch by microbatch. At layer granularity, where plans are
+    compared, `bound_seconds` is a proven lower bound of any plan's period, and `gap` is (this plan's
+    period there - bound) / period.
+    """
+
+    period_seconds: float
+    bound_seconds: float | None = None
+    gap: float | None = None
+    peak_bytes: Mapping[str, int] = pydantic.Field(default_factory=dict)
+    solve_seconds: float | None = None
+
+
+class Plan(_Model):
+    """All decisions of one step.
+
+    Attributes:
+        rows, sequence_length: the batch the plan was made for. A shorter sequence runs under the
+            same plan; other rows do not.
+        microbatches: M; all M pass a layer before the next layer's parameters are needed. All have
+            the same rows; where M does not divide the batch, rows of padding fill the last one.
+        prefetch: parameter slabs on the device during the forward pass (1: none ahead).
+        backward_prefetch: the same during the backward pass.
+        reload_ahead: microbatches ahead at which residuals are brought back to the device. A slab
+            on the same link may delay a reload by its whole transfer, so this covers that time.
+        interlayer_home: where activations and their gradients wait between a layer and the next while
+            other microbatches pass: with `host`, device memory does not grow with the batch.
+        recompute: `needed` recomputes the boundaries that were dropped; `segment` also runs the
+            last layer of the segment, whose output nobody uses (what MegaTrain does).
+        update: `deferred` runs the host update under the next step's forward pass; `immediate`
+            finishes it before the step ends.
+    """
+
+    version: Literal[2] = PLAN_VERSION
+    model: str
+    planner: str
+    rows: int = pydantic.Field(ge=1)
+    sequence_length: int = pydantic.Field(ge=1)
+    microbatches: int = pydantic.Field(default=1, ge=1)
+    prefetch: int = pydantic.Field(default=2, ge=1)
+    backward_prefetch: int = pydantic.Field(default=2, ge=1)
+    reload_ahead: int = pydantic.Field(default=1, ge=1)
+    interlayer_home: Literal["device", "host"] = "device"
+    recompute: Literal["needed", "segment"] = "needed"
+    update: Literal["deferred", "immediate"] = "deferred"
+    layers: tuple[LayerPlan, ...]
+    prediction: Prediction | None = None
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Rows of one microbatch, padding included."""
+        return -(-self.rows // self.microbatches)
+
+    @property
+    def executed_rows(self) -> int:
+        """Rows of all microbatches, padding included."""
+        return self.microbatches * self.microbatch_rows
+
+    def fingerprint(self) -> str:
+        """A short digest of the decisions (not of the prediction)."""
+        decisions = self.model_dump(mode="json", exclude={"prediction"})
+        return hashlib.sha256(json.dumps(decisions, sort_keys=True).encode()).hexdigest()[:12]
+
+    def save(self, path: pathlib.Path) -> None:
+        """Writes the plan as JSON."""
+        path.write_text(self.model_dump_json(indent=1) + "\n")
+
+
+def load_plan(path: pathlib.Path) -> Plan:
+    """Reads a plan.
+
+    Raises:
+        PlanError: naming the file and the key that is missing, unknown or of the wrong type.
+    """
+    try:
+        document: Any = json.loads(path.read_text())
+    except OSError as error:
+        raise PlanError(f"plan {path}: cannot be read ({error.strerror})") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"plan {path}: not JSON ({error})") from error
+    found = document["version"] if isinstance(document, dict) and "version" in document else None
+    if found != PLAN_VERSION:
+        raise PlanError(f"plan {path}: version {found}, this release reads version {PLAN_VERSION}")
+    try:
+        return Plan.model_validate(document)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise PlanError(f"plan {path}: {key}: {first['msg']}") from error
+
+
+def leaves_one_empty(rows: int, microbatches: int) -> bool:
+    """Whether equal microbatches that hold `rows` in all would leave the last without a row."""
+    return rows <= (microbatches - 1) * -(-rows // microbatches)
+
+
+def validate_plan(plan: Plan, spec: ModelSpec, residual_names: Sequence[Sequence[str]]) -> None:
+    """Checks that `plan` can be executed for `spec`.
+
+    Args:
+        residual_names: the tensors each layer can save, in layer order.
+
+    Raises:
+        PlanError: naming the first key that does not fit.
+    """
+    if plan.model != spec.name:
+        raise PlanError(f"model: the plan is for {plan.model!r}, the model is {spec.name!r}")
+    if len(plan.layers) != len(spec.layers):
+        raise PlanError(f"layers: {len(plan.layers)} entries, the model has {len(spec.layers)}")
+    if leaves_one_empty(plan.rows, plan.microbatches):
+        raise PlanError(
+            f"microbatches: {plan.microbatches} of {plan.microbatch_rows} rows are more than rows: "
+            f"{plan.rows} fill"
+        )
+    last = len(plan.layers) - 1
+    for index, (layer, names) in enumerate(zip(plan.layers, residual_names, strict=True)):
+        where = f"layers.{index} ({spec.layers[index].name})"
+        unknown = sorted(set(layer.saved) - set(names))
+        if unknown:
+            raise PlanError(f"{where}.saved: unknown tensor {unknown[0]!r}; the layer can save {list(names)}")
+        if index in (0, 1, last) and layer.boundary is Boundary.RECOMPUTE:
+            raise PlanError(f"{where}.boundary: nothing earlier is kept to recompute it from")
+        if index in (0, last) and layer.boundary is not Boundary.DEVICE:
+            raise PlanError(f"{where}.boundary: must be 'device', it is {layer.boundary.value!r}")
+
+
+def segment_start(plan: Plan, layer: int) -> int:
+    """The last layer at or before `layer` whose input is kept."""
+    while plan.layers[layer].boundary is Boundary.RECOMPUTE:
+        layer -= 1
+    return layer

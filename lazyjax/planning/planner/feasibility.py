@@ -1,0 +1,77 @@
+"""Whether anything fits, what is missing where nothing does, and what would help."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from lazyjax.planning.planner.milp import memory_shortfall
+from lazyjax.planning.planner.problem import Problem
+from lazyjax.planning.planner.question import Request, lean_problem, microbatch_counts, settings_of
+from lazyjax.specs import Tier
+
+#: Seconds for the nearest miss of one setting.
+_MISS_SECONDS = 3.0
+
+
+def feasible(request: Request) -> bool:
+    """Whether some plan fits: with the microbatches asked for, else with the finest."""
+    finest = request.microbatches or request.rows // request.devices
+    settings = settings_of(dataclasses.replace(request, microbatches=finest))
+    return any(not memory_shortfall(lean_problem(request, setting)) for setting in settings)
+
+
+def largest_batch(request: Request, *, below: int, most_probes: int = 24) -> int:
+    """The largest batch under `below` for which some plan fits; 0 if none does.
+
+    Only memory decides; feasibility is taken to fall with the batch. Batches are multiples of the
+    devices, and of the microbatches where their number is fixed.
+    """
+    unit = request.devices * (request.microbatches or 1)
+    low, high = 0, -(-below // unit)
+    for _ in range(most_probes):
+        if high - low <= 1:
+            break
+        middle = (low + high) // 2
+        if feasible(dataclasses.replace(request, rows=middle * unit)):
+            low = middle
+        else:
+            high = middle
+    return low * unit
+
+
+def nearest_miss(problems: Sequence[Problem]) -> dict[Tier, int]:
+    """Bytes missing per tier under the setting that comes closest; empty if one of them fits."""
+    misses = [memory_shortfall(problem, time_limit_seconds=_MISS_SECONDS) for problem in problems]
+
+    def share(miss: Mapping[Tier, int], problem: Problem) -> float:
+        return float(sum(size / max(1, problem.capacity[tier]) for tier, size in miss.items()))
+
+    pairs = list(zip(misses, problems, strict=True))
+    return dict(min(pairs, key=lambda pair: share(*pair))[0]) if pairs else {}
+
+
+def nearest_changes(
+    request: Request, shortfall: Mapping[Tier, int], offers: Mapping[str, Request]
+) -> list[str]:
+    """What would help, each by itself: every one was tried.
+
+    Args:
+        offers: other questions about the same model and batch, by what they change.
+    """
+    changes = []
+    if request.microbatches is not None:
+        for count in microbatch_counts(request.rows, request.devices):
+            if feasible(dataclasses.replace(request, microbatches=count)):
+                changes.append(f"{count} microbatches")
+                break
+    changes += [name for name, offer in offers.items() if feasible(offer)]
+    rows = largest_batch(request, below=request.rows)
+    if rows:
+        changes.append(f"batch {rows}")
+    missing = " and ".join(f"{_amount(size)} more {tier.value} memory" for tier, size in shortfall.items())
+    return [*changes, missing] if missing else changes
+
+
+def _amount(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.3f} MB"

@@ -1,0 +1,204 @@
+"""What is to be planned, and the settings under which layer decisions are weighed.
+
+A `Request` is the question: model, batch, bytes, seconds, capacities. A setting is a choice of the
+global fields of a plan (microbatches, prefetch, interlayer_home, update); under each of them the layer
+decisions are a `Problem` of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol, runtime_checkable
+
+from lazyjax.planning.costs.layers import SaveSet
+from lazyjax.planning.plan.document import LayerPlan, Plan, PlanError, leaves_one_empty
+from lazyjax.planning.planner.problem import Problem, save_options
+from lazyjax.planning.program.schedule import Action, ModelSizes, Operation
+from lazyjax.specs import ModelSpec, Tier
+
+InterlayerHome = Literal["device", "host"]
+Update = Literal["deferred", "immediate"]
+
+#: Tokens of the microbatch for which sets of residuals are weighed.
+_USUAL_TOKENS = 8192
+#: Rows of padding per row that microbatches of an awkward batch may need.
+_MOST_PADDING = 1 / 8
+#: Layers per segment that the search considers.
+LONGEST_SEGMENT = 4
+
+
+@runtime_checkable
+class CostModel(Protocol):
+    """Seconds and working sets for microbatches of one size (see `lazyjax.planning.costs.seconds`)."""
+
+    def operation_seconds(self, operation: Operation) -> float:
+        """Seconds of one operation."""
+        ...
+
+    def save_sets(self, kind: str) -> Sequence[SaveSet]:
+        """Sets of residuals worth keeping in layers of a kind, the empty one first."""
+        ...
+
+    def working_bytes(self, action: Action, layer: int, saved: tuple[str, ...]) -> int:
+        """Device bytes that a compute operation needs besides its operands."""
+        ...
+
+    def operation_flops(self, operation: Operation) -> int:
+        """Matrix FLOPs of one operation, all devices together; 0 for what is no compute."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is to be planned.
+
+    Attributes:
+        spec: the model.
+        rows, sequence_length: the batch.
+        sizes: rows of a microbatch -> bytes, including optimizer state.
+        costs: rows of a microbatch -> costs.
+        capacity: bytes that may be used per tier; an NVMe capacity of 0 closes that tier.
+        static_host_bytes: masters and gradients.
+        microbatches, prefetch, backward_prefetch, interlayer_home, update: fixed where given.
+        devices: that share every batch and slab; sizes are those of one.
+        identity: digest of model and costs, for the cache.
+    """
+
+    spec: ModelSpec
+    rows: int
+    sequence_length: int
+    sizes: Callable[[int], ModelSizes]
+    costs: Callable[[int], CostModel]
+    capacity: Mapping[Tier, int]
+    static_host_bytes: int
+    microbatches: int | None = None
+    prefetch: int | None = None
+    backward_prefetch: int | None = None
+    interlayer_home: InterlayerHome | None = None
+    update: Update | None = None
+    devices: int = 1
+    identity: str = ""
+
+    def __post_init__(self) -> None:
+        """Checks the batch.
+
+        Raises:
+            PlanError: rows or tokens below 1, rows that devices do not divide, or microbatches that rows
+                do not fill or devices do not divide.
+        """
+        for name in ("rows", "sequence_length"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name}: must be at least 1, it is {getattr(self, name)}")
+        if self.rows % self.devices:
+            raise PlanError(f"rows: {self.rows} cannot be split over {self.devices} devices")
+        count = self.microbatches
+        if count is not None and (count < 1 or leaves_one_empty(self.rows, count)):
+            raise PlanError(f"microbatches: {count} cannot be made of {self.rows} rows")
+        if count is not None and (each := -(-self.rows // count)) % self.devices:
+            raise PlanError(
+                f"microbatches: {count} have {each} rows each, "
+                f"which {self.devices} devices cannot share equally"
+            )
+
+
+def microbatch_counts(rows: int, devices: int = 1) -> tuple[int, ...]:
+    """Numbers of microbatches in steps of 1.5 to 2, of those the ones that need least padding.
+
+    Where none up to twice the last needs as little as `_MOST_PADDING`, the next that does.
+    """
+    chosen = [1]
+    while chosen[-1] * devices < rows:
+        least = math.ceil(1.5 * chosen[-1])
+        wanted = range(least, 2 * chosen[-1] + 1)
+        found = min((padding_share(rows, count, devices), count) for count in wanted)
+        if found[0] > _MOST_PADDING:
+            later = range(2 * chosen[-1] + 1, rows // devices + 1)
+            found = next((0.0, c) for c in later if padding_share(rows, c, devices) <= _MOST_PADDING)
+        chosen.append(found[1])
+    return tuple(chosen)
+
+
+def padding_share(rows: int, microbatches: int, devices: int = 1) -> float:
+    """Rows of padding per row of the batch; infinite for microbatches that cannot be made."""
+    each = -(-rows // microbatches)
+    if each % devices or leaves_one_empty(rows, microbatches):
+        return math.inf
+    return microbatches * each / rows - 1
+
+
+def settings_of(request: Request) -> list[Plan]:
+    """The settings to consider, plainest first; layers are placeholders."""
+    counts = (
+        (request.microbatches,) if request.microbatches else microbatch_counts(request.rows, request.devices)
+    )
+    interlayer_homes: tuple[InterlayerHome, ...] = (
+        (request.interlayer_home,) if request.interlayer_home else ("device", "host")
+    )
+    prefetches = [
+        (request.prefetch or forward, request.backward_prefetch or backward)
+        for forward, backward in ((2, 2), (1, 1))
+    ]
+    # The deferred update waits for less than the immediate one, whatever else is decided.
+    update: Update = request.update or "deferred"
+    layers = tuple(LayerPlan() for _ in request.spec.layers)
+    return [
+        Plan(
+            model=request.spec.name, planner="milp", rows=request.rows,
+            sequence_length=request.sequence_length, microbatches=count, prefetch=forward,
+            backward_prefetch=backward, reload_ahead=min(2, count), interlayer_home=interlayer_home,
+            update=update, layers=layers,
+        )
+        for interlayer_home, count, (forward, backward) in itertools.product(
+            interlayer_homes, counts, dict.fromkeys(prefetches)
+        )
+        if not (interlayer_home == "host" and count == 1)
+    ]  # fmt: skip
+
+
+def problem_of(request: Request, settings: Plan) -> Problem:
+    """The layer decisions that are open under `settings`."""
+    rows = settings.microbatch_rows
+    costs, sizes = request.costs(rows), request.sizes(rows)
+    # The same sets for every microbatch size: which are worth keeping hardly depends on it.
+    usual = request.costs(max(1, _USUAL_TOKENS // request.sequence_length) * request.devices)
+    kinds = dict.fromkeys(layer.kind for layer in request.spec.layers[1:-1])
+    sets = {kind: [found.names for found in usual.save_sets(kind)] for kind in kinds}
+    nvme = request.capacity[Tier.NVME] > 0
+    tiers = (Tier.DEVICE, Tier.HOST)
+    saves = [save_options(sets[layer.kind], tiers) for layer in request.spec.layers[1:-1]]
+    return Problem(
+        settings=settings,
+        sizes=sizes,
+        seconds=costs.operation_seconds,
+        saves=(({},), *saves, ({},)),
+        capacity=request.capacity,
+        static_host_bytes=request.static_host_bytes,
+        working_bytes=costs.working_bytes,
+        longest_segment=LONGEST_SEGMENT,
+        nvme_boundaries=nvme,
+        nvme_states=nvme and any(layer.state_bytes for layer in sizes.layers),
+        kinds=tuple(layer.kind for layer in request.spec.layers),
+    )
+
+
+def lean_problem(request: Request, settings: Plan) -> Problem:
+    """The same with nothing kept inside layers and no residents: what matters to whether it fits."""
+    rows = settings.microbatch_rows
+    nvme = request.capacity[Tier.NVME] > 0
+    sizes = request.sizes(rows)
+    return Problem(
+        settings=settings,
+        sizes=sizes,
+        seconds=request.costs(rows).operation_seconds,
+        saves=(({},),) * len(request.spec.layers),
+        capacity=request.capacity,
+        static_host_bytes=request.static_host_bytes,
+        working_bytes=request.costs(rows).working_bytes,
+        longest_segment=LONGEST_SEGMENT,
+        nvme_boundaries=nvme,
+        nvme_states=nvme and any(layer.state_bytes for layer in sizes.layers),
+        residents=False,
+    )

@@ -1,0 +1,105 @@
+"""From a template, a hardware profile and a batch to the planner's question."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from lazyjax.hardware.profile import HardwareProfile, dump_profile
+from lazyjax.models.template import ModelTemplate
+from lazyjax.optim.make import make_host_optimizer
+from lazyjax.planning.costs.seconds import Costs, static_host_bytes, template_costs
+from lazyjax.planning.plan.cache import content_key
+from lazyjax.planning.planner.question import CostModel, Request
+from lazyjax.planning.program.schedule import ModelSizes
+from lazyjax.specs import Tier
+
+
+def build_request(
+    template: ModelTemplate,
+    profile: HardwareProfile,
+    *,
+    rows: int,
+    sequence_length: int,
+    optimizer: str = "hybrid8bit",
+    compute_dtype: str = "bfloat16",
+    gradient_dtype: str = "bfloat16",
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+    nvme_bytes: int | None = None,
+    costs: Callable[[int], CostModel] | None = None,
+    identity: str = "",
+) -> Request:
+    """What to plan for `rows` x `sequence_length` tokens on a machine.
+
+    Args:
+        optimizer: name of the host optimizer, for the size of its state and its speed.
+        device_bytes, host_bytes, nvme_bytes: instead of the profile's capacities.
+        costs: rows of a microbatch -> costs; by default from the profile's rates.
+        identity: names `costs` in the cache's key, where they are not the profile's.
+    """
+    spec, devices = template.spec, profile.devices
+    made = make_host_optimizer(optimizer, threads=1, path="pure")
+
+    @functools.cache
+    def profile_costs(microbatch_rows: int) -> Costs:
+        return template_costs(
+            template,
+            profile,
+            rows=microbatch_rows,
+            sequence_length=sequence_length,
+            optimizer=made,
+            compute_dtype=compute_dtype,
+            gradient_dtype=gradient_dtype,
+        )
+
+    @functools.cache
+    def sizes(microbatch_rows: int) -> ModelSizes:
+        return _share(profile_costs(microbatch_rows).sizes, devices)
+
+    capacity = {
+        Tier.DEVICE: profile.device_bytes if device_bytes is None else device_bytes,
+        Tier.HOST: (profile.host_bytes if host_bytes is None else host_bytes) // devices,
+        Tier.NVME: (profile.nvme_bytes if nvme_bytes is None else nvme_bytes) // devices,
+    }
+    facts = {
+        "layers": [[layer.kind, *([t.name, *t.shape] for t in layer.parameters)] for layer in spec.layers],
+        "model": template.config.model_dump(mode="json"),
+        "profile": dump_profile(profile),
+        "costs": identity,
+        "words": [optimizer, compute_dtype, gradient_dtype],
+    }
+    return Request(
+        spec=spec,
+        rows=rows,
+        sequence_length=sequence_length,
+        sizes=sizes,
+        costs=profile_costs if costs is None else costs,
+        capacity=capacity,
+        static_host_bytes=static_host_bytes(spec, gradient_dtype=gradient_dtype, devices=devices) // devices,
+        devices=devices,
+        identity=content_key(facts),
+    )
+
+
+def _share(sizes: ModelSizes, devices: int) -> ModelSizes:
+    """Sizes of one device's share, optimizer state included."""
+    layers = tuple(
+        dataclasses.replace(layer, state_bytes=layer.state_bytes // devices) for layer in sizes.layers
+    )
+    return dataclasses.replace(sizes, layers=layers)
+
+
+def request_key(request: Request) -> str:
+    """The cache key: everything an answer depends on."""
+    content: dict[str, Any] = {
+        "identity": request.identity,
+        "rows": request.rows,
+        "sequence_length": request.sequence_length,
+        "capacity": {tier.value: size for tier, size in request.capacity.items()},
+    }
+    for field in ("microbatches", "prefetch", "backward_prefetch", "interlayer_home", "update"):
+        content[field] = getattr(request, field)
+    return content_key(content)

@@ -1,0 +1,140 @@
+"""Answers to a request: a plan from the cache or the search, verified, and the baselines beside it."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from lazyjax.planning.plan import cache
+from lazyjax.planning.plan.baselines import BASELINES, without_nvme
+from lazyjax.planning.plan.document import Plan, PlanError, validate_plan
+from lazyjax.planning.planner.feasibility import nearest_changes
+from lazyjax.planning.planner.question import Request
+from lazyjax.planning.planner.request import request_key
+from lazyjax.planning.planner.search import RELATIVE_GAP, SearchResult, find_plan
+from lazyjax.planning.program.verify import Verification, VerificationError, verify
+from lazyjax.specs import Tier
+
+
+class InfeasibleError(ValueError):
+    """No plan fits; the message names the tier, the shortfall and the nearest change."""
+
+
+def solve_cached(
+    request: Request,
+    folder: pathlib.Path | None,
+    *,
+    time_limit_seconds: float,
+    relative_gap: float = RELATIVE_GAP,
+    console: Console | None = None,
+    offers: Mapping[str, Request] | None = None,
+) -> tuple[Plan, SearchResult | None]:
+    """A plan from the cache, or solved and put there.
+
+    A cached plan that was not proven close to the best is solved again where there is more time.
+
+    Args:
+        relative_gap: between period and proven bound at which the search ends.
+        offers: what else could be asked, for the message where nothing fits.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    key = request_key(request)
+    known = None if folder is None else cache.find(folder, key)
+    if known is not None and not _usable(request, known):
+        known = None
+    if known is not None and known.prediction is not None:
+        spent, gap = known.prediction.solve_seconds, known.prediction.gap
+        sure = gap is not None and gap <= relative_gap
+        if sure or (spent is not None and time_limit_seconds <= 1.5 * spent):
+            return known, None
+
+    def show(line: str) -> None:
+        if console is not None:
+            console.print(f"[dim]{line}[/dim]", highlight=False)
+
+    starts = list(baseline_plans(request).values())
+    found = find_plan(
+        request,
+        time_limit_seconds=time_limit_seconds,
+        relative_gap=relative_gap,
+        warm_starts=starts if known is None else [known, *starts],
+        progress=show,
+    )
+    if found.plan is None:
+        raise InfeasibleError(infeasible_message(request, found, offers or {}))
+    if folder is not None:
+        cache.store(folder, key, found.plan)
+    return found.plan, found
+
+
+def _usable(request: Request, plan: Plan) -> bool:
+    """Whether a cached plan is what was stored; files get damaged."""
+    prediction = plan.prediction
+    if prediction is None or prediction.gap is None or not 0 <= prediction.gap <= 1:
+        return False
+    try:
+        validate_plan(plan, request.spec, residual_names(request))
+        check_batch(plan, request, "cache")
+        verify_for(request, plan)
+    except (PlanError, VerificationError):
+        return False
+    return True
+
+
+def residual_names(request: Request) -> list[list[str]]:
+    """The tensors that each layer can save, in layer order."""
+    return [list(layer.residual_bytes) for layer in request.sizes(request.devices).layers]
+
+
+def check_batch(plan: Plan, request: Request, name: str) -> None:
+    """Checks that `plan` is one for the batch asked for.
+
+    Raises:
+        PlanError: naming the plan, `name`, and the key that differs.
+    """
+    for key in ("rows", "sequence_length"):
+        if getattr(plan, key) != getattr(request, key):
+            raise PlanError(
+                f"{name}: {key} is {getattr(plan, key)}, but {getattr(request, key)} is asked for"
+            )
+
+
+def infeasible_message(request: Request, found: SearchResult, offers: Mapping[str, Request]) -> str:
+    """Which tier, how many bytes, what to change."""
+    missing = " and ".join(
+        f"{tier.value} memory is short of {size} bytes "
+        f"({size / 1e9:.2f} GB; it has {request.capacity[tier] / 1e9:.1f})"
+        for tier, size in found.shortfall_bytes.items()
+    )
+    if not missing:
+        return f"no plan was found for {request.rows} rows, though some may fit; give it more time"
+    helpful = nearest_changes(request, found.shortfall_bytes, offers)
+    return f"no plan fits {request.rows} rows: {missing}; it fits with {', or '.join(helpful)}"
+
+
+def verify_for(request: Request, plan: Plan) -> Verification:
+    """`verify` with what the request knows."""
+    rows = plan.microbatch_rows
+    costs = request.costs(rows)
+    return verify(
+        plan,
+        request.sizes(rows),
+        costs.operation_seconds,
+        capacity=request.capacity,
+        static_host_bytes=request.static_host_bytes,
+        working_bytes=costs.working_bytes,
+    )
+
+
+def baseline_plans(request: Request) -> dict[str, Plan]:
+    """Every baseline for the request's batch, whole batch at once."""
+    names = residual_names(request)
+    batch = {"rows": request.rows, "sequence_length": request.sequence_length}
+    plans = {name: baseline(request.spec, names, **batch) for name, baseline in BASELINES.items()}
+    if not request.capacity[Tier.NVME]:
+        plans = {name: without_nvme(plan) for name, plan in plans.items()}
+    return plans

@@ -1,0 +1,215 @@
+"""The operations of a schedule, the buffers they handle and the bytes those take, as plain data.
+
+Memory is counted in list order. What a compute operation frees is free for the operations after
+it (the device reuses memory in stream order). What a transfer frees counts until some later
+operation waits for that transfer, because only then is it known to be finished.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from lazyjax.planning.plan.document import Plan
+from lazyjax.specs import Tier
+from lazyjax.timeline import Resource
+
+
+class Action(enum.StrEnum):
+    """What an operation does."""
+
+    FETCH = "fetch"
+    FORWARD = "forward"
+    LOSS = "loss"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+    OFFLOAD = "offload"
+    RELOAD = "reload"
+    SPILL = "spill"
+    LOAD = "load"
+    GRADIENT_OUT = "gradient_out"
+    UPDATE = "update"
+    LOAD_STATE = "load_state"
+    SPILL_STATE = "spill_state"
+
+
+COMPUTE_ACTIONS = frozenset({Action.FORWARD, Action.LOSS, Action.RECOMPUTE, Action.BACKWARD})
+
+
+RESOURCE_OF = {
+    Action.FETCH: Resource.H2D,
+    Action.RELOAD: Resource.H2D,
+    Action.OFFLOAD: Resource.D2H,
+    Action.GRADIENT_OUT: Resource.D2H,
+    Action.UPDATE: Resource.CPU,
+    Action.LOAD: Resource.NVME_READ,
+    Action.LOAD_STATE: Resource.NVME_READ,
+    Action.SPILL: Resource.NVME_WRITE,
+    Action.SPILL_STATE: Resource.NVME_WRITE,
+    Action.FORWARD: Resource.COMPUTE,
+    Action.LOSS: Resource.COMPUTE,
+    Action.RECOMPUTE: Resource.COMPUTE,
+    Action.BACKWARD: Resource.COMPUTE,
+}
+
+
+#: Device bytes that an operation needs besides its operands, by action, layer and saved names.
+WorkingBytes = Callable[[Action, int, tuple[str, ...]], int]
+
+
+def no_working_bytes(action: Action, layer: int, saved: tuple[str, ...]) -> int:
+    """Operations that need nothing besides their operands."""
+    del action, layer, saved
+    return 0
+
+
+class BufferRole(enum.StrEnum):
+    """Roles of buffers."""
+
+    BATCH = "batch"
+    PARAMETERS = "parameters"
+    INPUT = "input"
+    INPUT_GRADIENT = "input_gradient"
+    RESIDUAL = "residual"
+    ACCUMULATOR = "accumulator"
+    GRADIENT = "gradient"
+
+
+class Buffer(NamedTuple):
+    """A tensor (or slab) by role; `microbatch` is -1 where it belongs to the whole batch."""
+
+    role: BufferRole
+    layer: int
+    microbatch: int = -1
+    name: str = ""
+
+
+class Place(NamedTuple):
+    """A buffer on a tier."""
+
+    buffer: Buffer
+    tier: Tier
+
+
+class Allocation(NamedTuple):
+    """A buffer that comes into being on a tier."""
+
+    place: Place
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """Bytes per device of what one layer handles; activations are those of one microbatch.
+
+    Attributes:
+        parameter_bytes: the streamed slab.
+        accumulator_bytes: the fp32 gradient accumulator.
+        gradient_bytes: the gradient slab that leaves the device.
+        input_bytes: the layer's input (0 for the embedding, whose input is the batch).
+        residual_bytes: by name.
+        state_bytes: optimizer state on the host or NVMe.
+    """
+
+    parameter_bytes: int
+    accumulator_bytes: int
+    gradient_bytes: int
+    input_bytes: int
+    residual_bytes: Mapping[str, int]
+    state_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Sizes of all layers, of one microbatch of the batch arrays, and whether tables are tied."""
+
+    layers: tuple[LayerSizes, ...]
+    batch_bytes: int
+    tied: bool
+
+    def of(self, buffer: Buffer) -> int:
+        """Bytes of `buffer`."""
+        layer = self.layers[buffer.layer]
+        match buffer.role:
+            case BufferRole.BATCH:
+                return self.batch_bytes
+            case BufferRole.PARAMETERS:
+                return layer.parameter_bytes
+            case BufferRole.INPUT | BufferRole.INPUT_GRADIENT:
+                return layer.input_bytes
+            case BufferRole.RESIDUAL:
+                return layer.residual_bytes[buffer.name]
+            case BufferRole.ACCUMULATOR:
+                return layer.accumulator_bytes
+            case BufferRole.GRADIENT:
+                return layer.gradient_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """One entry of the schedule.
+
+    Attributes:
+        index: position in the list.
+        window: the window that the operation serves.
+        waits: operations of this step that must be finished before this one starts.
+        waits_previous: the same, of the step before.
+        reads: device buffers used.
+        allocates, frees: see the module's docstring.
+        bytes: moved, for transfers.
+        saved: names of the residuals that a forward writes or a backward reads.
+        accumulates: adds to an existing gradient accumulator.
+        last: the layer's last microbatch in this direction; a backward then emits the gradient.
+    """
+
+    index: int
+    action: Action
+    resource: Resource
+    layer: int
+    microbatch: int | None
+    window: int
+    waits: tuple[int, ...] = ()
+    waits_previous: tuple[int, ...] = ()
+    reads: tuple[Buffer, ...] = ()
+    allocates: tuple[Allocation, ...] = ()
+    frees: tuple[Place, ...] = ()
+    bytes: int = 0
+    saved: tuple[str, ...] = ()
+    accumulates: bool = False
+    last: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Schedule:
+    """The operations of one steady-state step of `plan`."""
+
+    plan: Plan
+    sizes: ModelSizes
+    operations: tuple[Operation, ...]
+
+    def live_bytes(self) -> Iterator[tuple[int, dict[Tier, int]]]:
+        """Per operation: its index and the bytes live on each tier right after it was issued."""
+        live: Counter[Tier] = Counter()
+        pending: dict[int, tuple[Place, ...]] = {}
+        for operation in self.operations:
+            for waited in operation.waits:
+                for place in pending.pop(waited, ()):
+                    live[place.tier] -= self.sizes.of(place.buffer)
+            for allocation in operation.allocates:
+                live[allocation.place.tier] += allocation.bytes
+            yield operation.index, {tier: live[tier] for tier in Tier}
+            if operation.resource is Resource.COMPUTE:
+                for place in operation.frees:
+                    live[place.tier] -= self.sizes.of(place.buffer)
+            elif operation.frees:
+                pending[operation.index] = operation.frees
+
+    def peak_bytes(self) -> dict[Tier, int]:
+        """The most bytes live at once on each tier (activations, slabs on the device)."""
+        peak = dict.fromkeys(Tier, 0)
+        for _, live in self.live_bytes():
+            peak = {tier: max(peak[tier], live[tier]) for tier in Tier}
+        return peak

@@ -1,0 +1,134 @@
+"""The planner's question for the machine that a configuration names, or for this one, measured.
+
+With `plan.hardware` set to `calibrate` the machine's rates are measured and kernels are timed on it, of
+the smallest and the largest microbatches; those between follow (`lazyjax.training.timed_costs`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from rich.console import Console
+
+from lazyjax.config import Config
+from lazyjax.execution.kernels import Kernels, data_mesh
+from lazyjax.hardware.measure import MeasureOptions, measure_profile
+from lazyjax.hardware.profile import HardwareProfile, load_profile
+from lazyjax.models.template import ModelTemplate
+from lazyjax.optim.make import make_host_optimizer
+from lazyjax.planning.costs.probes import block_shapes, update_probe
+from lazyjax.planning.costs.seconds import Costs, template_costs
+from lazyjax.planning.planner.question import Request
+from lazyjax.planning.planner.request import build_request
+from lazyjax.training.status import stage
+from lazyjax.training.timed_costs import time_kernels, timed_costs, timed_rows
+
+#: Value of `plan.hardware` that stands for measuring the machine when training starts.
+CALIBRATE = "calibrate"
+#: The same, where timing the model's kernels takes seconds only.
+AUTO = "auto"
+
+
+def make_request(
+    config: Config,
+    template: ModelTemplate,
+    kernels: Kernels | None = None,
+    console: Console | None = None,
+    *,
+    microbatches: int | None = None,
+) -> Request:
+    """The planner's question, for the machine in `plan.hardware`.
+
+    To calibrate, rates are measured and kernels are timed here: those of the microbatches that
+    `microbatches` gives, or else of the smallest and the largest that the planner considers. Costs
+    of other sizes follow from these (`lazyjax.training.timed_costs`).
+
+    Args:
+        microbatches: parts of the batch, where their number is decided.
+
+    Raises:
+        ProfileError: there is no such profile.
+    """
+    hardware = config.plan.hardware
+    measured = hardware in (CALIBRATE, AUTO)
+    profile = _measured_profile(config, template, console) if measured else load_profile(hardware)
+    if profile.devices != config.plan.devices:
+        sources = {**profile.sources, "devices": "plan.devices of the configuration"}
+        profile = profile.model_copy(update={"devices": config.plan.devices, "sources": sources})
+    request = build_request(
+        template,
+        profile,
+        rows=config.data.rows,
+        sequence_length=config.data.sequence_length,
+        optimizer=config.optimizer.name,
+        compute_dtype=config.model.compute_dtype,
+        gradient_dtype=config.optimizer.gradient_dtype,
+        device_bytes=config.plan.device_bytes,
+        host_bytes=config.plan.host_bytes,
+        nvme_bytes=None if config.plan.nvme_folder is not None else 0,
+        identity=CALIBRATE if measured else "",
+    )
+    request = dataclasses.replace(request, microbatches=microbatches)
+    if not measured:
+        return request
+    # The request has checked that the batch can be split at all: now there are sizes to time.
+    costs = _timed_costs(config, template, profile, kernels, console, microbatches)
+    return dataclasses.replace(request, costs=costs)
+
+
+def _measured_profile(config: Config, template: ModelTemplate, console: Console | None) -> HardwareProfile:
+    options = MeasureOptions(
+        shapes=block_shapes(template, config.data.rows * config.data.sequence_length),
+        compute_dtype=config.model.compute_dtype,
+        transfer_bytes=2**24,
+        update_elements=2**22,
+        nvme_folder=config.plan.nvme_folder,
+        repeats=3,
+    )
+    optimizer: str = config.optimizer.name
+    with stage(console, "calibrating: measuring the rates of this machine") as advance:
+        probes = {optimizer: update_probe(optimizer)}
+        return measure_profile(CALIBRATE, options, probes, progress=advance)
+
+
+def _profile_costs(config: Config, template: ModelTemplate, profile: HardwareProfile, rows: int) -> Costs:
+    return template_costs(
+        template,
+        profile,
+        rows=rows,
+        sequence_length=config.data.sequence_length,
+        optimizer=make_host_optimizer(config.optimizer.name, threads=1, path="pure"),
+        compute_dtype=config.model.compute_dtype,
+        gradient_dtype=config.optimizer.gradient_dtype,
+    )
+
+
+def _timed_costs(
+    config: Config,
+    template: ModelTemplate,
+    profile: HardwareProfile,
+    kernels: Kernels | None,
+    console: Console | None,
+    microbatches: int | None,
+) -> Callable[[int], Costs]:
+    """Rows of a microbatch -> costs; kernels are timed at once, of one size or two."""
+    predicted = functools.cache(functools.partial(_profile_costs, config, template, profile))
+    kernels = kernels or Kernels(
+        template,
+        data_mesh(),
+        compute_dtype=config.model.compute_dtype,
+        gradient_dtype=config.optimizer.gradient_dtype,
+    )
+    rows = config.data.rows
+    sizes = timed_rows(rows, microbatches=microbatches, devices=config.plan.devices)
+    words = " and ".join(map(str, sizes))
+    with stage(console, f"calibrating: timing kernels of microbatches of {words} rows") as advance:
+        timed = time_kernels(predicted, kernels, sizes, rows=rows, advance=advance)
+
+    @functools.cache
+    def costs(microbatch_rows: int) -> Costs:
+        return timed_costs(predicted, timed, rows=microbatch_rows)
+
+    return costs

@@ -1,0 +1,117 @@
+"""Which plan a run starts with; it is verified before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rich.console import Console
+
+from lazyjax.config import Config
+from lazyjax.execution.kernels import Kernels
+from lazyjax.models.template import ModelTemplate
+from lazyjax.planning.costs.sizes import model_sizes
+from lazyjax.planning.plan import cache
+from lazyjax.planning.plan.baselines import BASELINES, without_nvme
+from lazyjax.planning.plan.document import Plan, PlanError, load_plan, validate_plan
+from lazyjax.planning.planner.question import Request
+from lazyjax.planning.planner.service import solve_cached, verify_for
+from lazyjax.planning.program.verify import VerificationError, verify
+from lazyjax.training.calibration import CALIBRATE, make_request
+from lazyjax.training.status import say
+
+
+def choose_plan(config: Config, template: ModelTemplate) -> Plan:
+    """The plan that a configuration asks for, checked and verified.
+
+    Raises:
+        PlanError: a plan file of another model, batch or version.
+        VerificationError: a schedule that must not run.
+        InfeasibleError: the planner finds no plan that fits the machine.
+    """
+    return choose(config, template).plan
+
+
+class Choice(NamedTuple):
+    """The plan to start with, and the question it answers; None where none was asked."""
+
+    plan: Plan
+    request: Request | None
+
+
+def choose(
+    config: Config, template: ModelTemplate, kernels: Kernels | None = None, console: Console | None = None
+) -> Choice:
+    """`choose_plan`, with what is needed to plan again.
+
+    Args:
+        kernels: those of the run, so that a calibration compiles nothing twice.
+        console: shows what is measured and solved; None: nothing is shown.
+    """
+    names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
+    batch = {"rows": config.data.rows, "sequence_length": config.data.sequence_length}
+    keys = ("microbatches", "prefetch", "backward_prefetch", "update", "interlayer_home")
+    given = {key: getattr(config.plan, key) for key in keys if getattr(config.plan, key) is not None}
+    milp = config.plan.planner == "milp" and config.plan.file is None
+    if milp:
+        request = make_request(config, template, kernels, console, microbatches=config.plan.microbatches)
+        plan = _solve(config, dataclasses.replace(request, **given), console)
+        _check_runs(plan, config, template, names)
+        return Choice(plan, request)
+    if config.plan.file is not None:
+        plan = load_plan(config.plan.file)
+        for key, value in batch.items():
+            if getattr(plan, key) != value:
+                raise PlanError(
+                    f"{config.plan.file}: {key} is {getattr(plan, key)}, but data.{key} is {value}"
+                )
+    else:
+        plan = BASELINES[config.plan.planner](template.spec, names, **batch, **given)
+        if config.plan.nvme_folder is None:
+            plan = without_nvme(plan)
+    _check_runs(plan, config, template, names)
+    _verify_structure(plan, config, template)
+    if config.plan.replan_after_steps is None:
+        return Choice(plan, None)
+    return Choice(plan, make_request(config, template, kernels, console, microbatches=plan.microbatches))
+
+
+def _check_runs(plan: Plan, config: Config, template: ModelTemplate, names: Sequence[Sequence[str]]) -> None:
+    """Whether the plan is one of this model and has the drive and the devices that it needs."""
+    validate_plan(plan, template.spec, names)
+    if plan != without_nvme(plan) and config.plan.nvme_folder is None:
+        raise PlanError(f"{config.plan.file}: the plan uses NVMe; set plan.nvme_folder to a folder there")
+    rows, devices = plan.microbatch_rows, config.plan.devices
+    if rows % devices:
+        raise PlanError(f"plan.devices ({devices}) does not divide the {rows} rows of a microbatch")
+
+
+def _solve(config: Config, request: Request, console: Console | None) -> Plan:
+    """The planner's plan, or the one it found before; either fits and takes as long as it says."""
+    seconds = config.plan.time_limit_seconds
+    # Times that were just measured never come back exactly: there is nothing to find again.
+    folder = None if config.plan.hardware in (CALIBRATE, AUTO) else cache.default_folder()
+    say(console, f"planning: looking for the fastest plan, for {seconds:g} s or a little longer")
+    plan, found = solve_cached(request, folder, time_limit_seconds=seconds, console=console)
+    try:
+        verify_for(request, plan)
+    except VerificationError:
+        if found is not None:
+            raise
+        plan, _ = solve_cached(request, None, time_limit_seconds=seconds, console=console)
+        verify_for(request, plan)
+    return plan
+
+
+def _verify_structure(plan: Plan, config: Config, template: ModelTemplate) -> None:
+    """Order, buffers and precedence; without a machine there are no times or capacities to check."""
+    sizes = model_sizes(
+        template,
+        rows=plan.microbatch_rows,
+        sequence_length=plan.sequence_length,
+        compute_dtype=config.model.compute_dtype,
+        gradient_dtype=config.optimizer.gradient_dtype,
+        devices=config.plan.devices,
+    )
+    verify(plan.model_copy(update={"prediction": None}), sizes, lambda operation: 1.0)
