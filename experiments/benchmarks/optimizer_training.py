@@ -28,6 +28,7 @@ import ml_dtypes
 
 from experiments.benchmarks.provenance import provenance
 from lazyjax.config import Config, load_config
+from lazyjax.data.batches import Batches, read_batches
 from lazyjax.data.chat import load_tokenizer
 from lazyjax.execution.executor import Executor
 from lazyjax.execution.host_update import HostUpdates
@@ -36,7 +37,7 @@ from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.storage.host import allocate_host_store
 from lazyjax.training.learning_rate import learning_rates
-from lazyjax.training.setup import Batches, make_optimizer, read_architecture, read_batches
+from lazyjax.training.setup import make_optimizer, read_architecture
 from lazyjax.training.start_plan import choose_plan
 
 CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "qwen27b_smoke.yaml"

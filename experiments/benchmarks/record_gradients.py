@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from lazyjax.config import load_config
+from lazyjax.data.batches import read_batches
 from lazyjax.data.chat import load_tokenizer
 from lazyjax.execution.executor import build_executor
 from lazyjax.models.registry import build_template, init_parameters
@@ -26,7 +27,7 @@ from lazyjax.optim.hybrid8bit import MIN_8BIT_SIZE
 from lazyjax.specs import BLOCK_ELEMENTS, SlabLayout
 from lazyjax.storage.host import LayerSlabs, allocate_host_store
 from lazyjax.training.learning_rate import learning_rates
-from lazyjax.training.setup import read_architecture, read_batches
+from lazyjax.training.setup import read_architecture
 from lazyjax.training.start_plan import choose_plan
 
 CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "qwen27b_smoke.yaml"

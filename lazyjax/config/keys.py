@@ -19,6 +19,7 @@ import re
 from typing import Annotated, Any, Literal
 
 import pydantic
+import yaml
 
 #: Both `lazyjax plan` and `lazyjax train`. State of 8 bits beside exact float32 masters is what this
 #: project is about: 8 host bytes a parameter in place of 14, at losses within 1 % of float32 state
@@ -62,6 +63,45 @@ def _run_name(value: Any) -> Any:
     return value
 
 
+def _take(value: Any) -> Any:
+    """A number of rows, or a share of them."""
+    value = _whole(value)
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    if isinstance(value, float) and 0 < value < 1:
+        return value
+    raise ValueError("must be a number of rows from 1, or a share of them between 0 and 1")
+
+
+def _sources(value: Any) -> Any:
+    """One name, or a list of sources; on the command line the list is written as in YAML."""
+    if isinstance(value, str) and value.strip().startswith("["):
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"is no list in YAML: {' '.join(str(error).split())}") from error
+    if isinstance(value, str):
+        return _expanded(value)
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError("must be a name, or a list of names or of {source, weight, take}")
+    sources = []
+    for number, item in enumerate(value, start=1):
+        if isinstance(item, SourceConfig):
+            sources.append(item)
+            continue
+        try:
+            sources.append(SourceConfig.model_validate({"source": item} if isinstance(item, str) else item))
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"])
+            known = ", ".join(SourceConfig.model_fields)
+            raise ValueError(f"item {number}: {key}: {first['msg']} (keys: {known})") from None
+    return tuple(sources)
+
+
 Whole = pydantic.BeforeValidator(_whole)
 PositiveInt = Annotated[int, Whole, pydantic.Field(gt=0)]
 NonNegativeInt = Annotated[int, Whole, pydantic.Field(ge=0)]
@@ -69,6 +109,7 @@ ByteCount = Annotated[int, Whole, pydantic.Field(gt=0)]
 #: A path, or a name that may also be one.
 PathKey = Annotated[pathlib.Path, pydantic.BeforeValidator(_expanded)]
 NameOrPath = Annotated[str, pydantic.BeforeValidator(_expanded)]
+Take = Annotated[int | float, pydantic.BeforeValidator(_take)]
 
 
 class ConfigError(ValueError):
@@ -108,34 +149,88 @@ class ModelConfig(_Group):
         return self
 
 
+class SourceConfig(_Group):
+    """One of several sources of rows.
+
+    Attributes:
+        source: as `DataConfig.source`, one name.
+        weight: how often an epoch meets each of its rows; 0.5 is every other row, and by the next
+            epoch the others.
+        take: as `DataConfig.take`, of this source.
+    """
+
+    source: NameOrPath
+    weight: Annotated[float, pydantic.Field(gt=0, le=1000)] = 1.0
+    take: Take | None = None
+
+
 class DataConfig(_Group):
     """What is learned, and how rows become batches.
 
     Attributes:
-        source: `problems` (ships with the package), a JSON or JSON Lines file, or the name of a
-            data set of the Hugging Face hub such as `meta-math/MetaMathQA` (extra `hub`).
-        hub_split: which split of a hub data set is read; files have none.
+        source: `problems` (ships with the package); a JSON, JSON Lines or text file, or a folder of
+            them; or, with the extra `hub`, Parquet, Arrow, or the name of a data set of the Hugging
+            Face hub such as `meta-math/MetaMathQA`. Also a list of those, or of {source, weight,
+            take}: an epoch meets each row as often as its weight says.
+        validation: another source, whose rows are held out for evaluation in place of a share.
+        take: how many rows are used, or (below 1) which share; drawn by seed. By default all.
+        hub_split: which split is read of a hub data set, or of a folder with files named after
+            splits.
         tokenizer: folder of the tokenizer; by default the model folder's, or the packaged one.
+        chat_template: a file with a Jinja template, or which of the tokenizer's named templates; by
+            default the tokenizer's own.
         sequence_length: tokens of a sequence.
         rows: sequences of one step's batch.
         batching: `padded` (every row to sequence_length), `bucketed` (rows of like length, padded
             to the longest of them) or `packed` (several rows in one sequence).
-        too_long: what happens to a row longer than sequence_length.
+        too_long: what happens to a row longer than sequence_length; a plain text is not truncated but
+            goes on in the next row.
+        bad_rows: what happens to a row that cannot be read, or that the chat template cannot write.
         cache_folder: where tokenized rows are kept for the next run; by default nowhere.
-        train_fraction: share of the rows that is trained on; the rest is for evaluation.
+        train_fraction: share of the rows that is trained on; the rest is for evaluation. 0.7 where it is
+            left out, or 1 with `validation`.
         seed: of the split and the order.
     """
 
-    source: NameOrPath = "problems"
+    source: Annotated[str | tuple[SourceConfig, ...], pydantic.BeforeValidator(_sources)] = "problems"
+    validation: NameOrPath | None = None
+    take: Take | None = None
     hub_split: str = "train"
     tokenizer: PathKey | None = None
+    chat_template: NameOrPath | None = None
     sequence_length: PositiveInt = 1024
     rows: PositiveInt = 8
     batching: Literal["padded", "bucketed", "packed"] = "bucketed"
     too_long: Literal["truncate", "drop", "error"] = "truncate"
+    bad_rows: Literal["error", "skip"] = "error"
     cache_folder: PathKey | None = None
-    train_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] = 0.7
+    train_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] | None = None
     seed: NonNegativeInt = 42
+
+    @pydantic.model_validator(mode="after")
+    def _one_way_to_hold_out(self) -> DataConfig:
+        if self.validation is not None and self.training_share < 1:
+            raise ValueError(
+                f"validation ({self.validation}) and train_fraction ({self.train_fraction:g}) both hold rows "
+                f"out: leave one of them out"
+            )
+        if self.take is not None and not isinstance(self.source, str):
+            raise ValueError("take belongs to each of several sources: {source: ..., take: ...}")
+        return self
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """The sources, also where there is one."""
+        if isinstance(self.source, str):
+            return (SourceConfig(source=self.source, take=self.take),)
+        return self.source
+
+    @property
+    def training_share(self) -> float:
+        """Share of the rows that is trained on."""
+        if self.train_fraction is not None:
+            return self.train_fraction
+        return 0.7 if self.validation is None else 1.0
 
 
 class OptimizerConfig(_Group):
@@ -295,7 +390,18 @@ class Config(_Group):
 
 
 #: Keys whose value is a name, or a path where such a file exists.
-_NAMES_OR_PATHS = (("model", "architecture"), ("data", "source"), ("plan", "hardware"))
+_NAMES_OR_PATHS = (
+    ("model", "architecture"),
+    ("data", "source"),
+    ("data", "validation"),
+    ("data", "chat_template"),
+    ("plan", "hardware"),
+)
+
+
+def _absolute_name(name: str) -> str:
+    # A plain word is a name, whatever lies in this folder.
+    return os.path.abspath(name) if re.search(r"[./]", name) and os.path.exists(name) else name
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -310,8 +416,11 @@ def with_absolute_paths(config: Config) -> Config:
         }
         for key in (key for of, key in _NAMES_OR_PATHS if of == group):
             name = getattr(keys, key)
-            # A plain word is a name, whatever lies in this folder.
-            if name is not None and re.search(r"[./]", name) and os.path.exists(name):
-                update[key] = os.path.abspath(name)
+            if isinstance(name, str):
+                update[key] = _absolute_name(name)
+            elif name is not None:
+                update[key] = tuple(
+                    one.model_copy(update={"source": _absolute_name(one.source)}) for one in name
+                )
         changed[group] = keys.model_copy(update=update)
     return config.model_copy(update=changed)

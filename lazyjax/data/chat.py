@@ -86,6 +86,12 @@ def choose_template(tokenizer: Tokenizer, name: str) -> None:
         raise DataError(f"data.chat_template: {name!r} cannot be read ({error}){named}") from error
 
 
+def default_template(tokenizer: Tokenizer) -> str | None:
+    """The template that rows without tools are written with; None for named ones without a default."""
+    named = isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template
+    return None if named else _template(tokenizer)
+
+
 def largest_token_id(tokenizer: Tokenizer) -> int:
     """The largest id that a text can get; ids may have gaps, so this can exceed the number of tokens."""
     return int(max(tokenizer.get_vocab().values()))

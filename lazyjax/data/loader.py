@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Float64, Int64
 
 from lazyjax.batch import Batch
-from lazyjax.data import packing
+from lazyjax.data import mixture, packing
 from lazyjax.data.tokens import TokenizedRows
 
 Batching = Literal["padded", "bucketed", "packed"]
@@ -91,12 +91,11 @@ class EpochSummary:
     """What one epoch holds, counted before any batch is made.
 
     Attributes:
-        rows: rows in its batches.
+        rows: rows in its batches, each as often as it is met.
         left_out: rows that the last, partial batch would have held (`drop`).
         tokens, response_tokens: of those rows.
         slots: tokens of its batches, with padding.
         batches: number of batches, by sequence length.
-        rows_read, truncated, dropped: of the tokenized data set (before any split).
     """
 
     rows: int
@@ -105,9 +104,6 @@ class EpochSummary:
     response_tokens: int
     slots: int
     batches: Mapping[int, int]
-    rows_read: int
-    truncated: int
-    dropped: int
 
     @property
     def padding_share(self) -> float:
@@ -120,12 +116,7 @@ class EpochSummary:
             f"{self.rows:,} rows, {self.tokens:,} tokens ({self.response_tokens:,} to learn from), "
             f"{sum(self.batches.values()):,} batches ({shapes}), {self.padding_share:.1%} padding"
         )
-        notes = {
-            "left out with the last partial batch": self.left_out,
-            "truncated": self.truncated,
-            "dropped as too long": self.dropped,
-        }
-        return text + "".join(f"; {count:,} rows {words}" for words, count in notes.items() if count)
+        return text + (f"; {self.left_out:,} rows left out with the last batch" if self.left_out else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,12 +148,14 @@ class Loader:
         settings: Settings,
         *,
         padding_token: int,
+        weights_R: Float64[np.ndarray, " R"] | None = None,
     ) -> None:
         """Args:
             rows: the data set.
             indices_R: which of its rows to use (`split_rows`).
             settings: how they become batches.
             padding_token: id that fills padding; it is never attended to nor learned.
+            weights_R: how often an epoch meets each of the rows (`lazyjax.data.mixture`); by default once.
 
         Raises ValueError for a row longer than `settings.sequence_length`, or for no batch in an epoch.
         """
@@ -170,8 +163,10 @@ class Loader:
         self._rows = rows
         self._indices_R = indices_R
         self._padding_token = padding_token
+        # Equal orders for equal data, whether or not weights of 1 are given.
+        self._weights_R = None if weights_R is None or (weights_R == 1).all() else weights_R
         self._lengths_R = rows.lengths_R
-        self._data_fingerprint = _data_fingerprint(rows, indices_R, padding_token)
+        self._data_fingerprint = _data_fingerprint(rows, indices_R, padding_token, self._weights_R)
         longest = int(self._lengths_R[indices_R].max(initial=0))
         if longest > settings.sequence_length:
             raise ValueError(f"a row of {longest} tokens exceeds sequence_length {settings.sequence_length}")
@@ -181,7 +176,7 @@ class Loader:
         if not self._plan(0):
             raise ValueError(
                 f"{len(indices_R)} rows make no batch of {settings.batch_rows} sequences; "
-                f"use fewer rows per batch or more data"
+                f"use fewer data.rows or more data"
             )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -217,17 +212,13 @@ class Loader:
         """Counts rows, tokens and padding of an epoch."""
         plans = self._plan(epoch)
         used_R = np.asarray([row for plan in plans for rows in plan.sequences for row in rows], np.int64)
-        responses_R = np.add.reduceat(self._rows.response_N, self._rows.starts_S[:-1], dtype=np.int64)
         return EpochSummary(
             rows=len(used_R),
-            left_out=len(self._indices_R) - len(used_R),
+            left_out=len(self._epoch_rows(epoch)) - len(used_R),
             tokens=int(self._lengths_R[used_R].sum()),
-            response_tokens=int(responses_R[used_R].sum()),
+            response_tokens=int(self._rows.learned_R[used_R].sum()),
             slots=sum(plan.length * self.settings.batch_rows for plan in plans),
             batches=dict(collections.Counter(plan.length for plan in plans)),
-            rows_read=self._rows.rows_read,
-            truncated=self._rows.truncated,
-            dropped=self._rows.dropped,
         )
 
     def state(self) -> dict[str, Any]:
@@ -289,10 +280,11 @@ class Loader:
 
     def _make_plan(self, epoch: int) -> list[packing.BatchPlan]:
         settings = self.settings
+        indices_E = self._epoch_rows(epoch)
         order = packing.order_rows(
-            len(self._indices_R), seed=settings.seed, epoch=epoch, shuffle=settings.shuffle
+            len(indices_E), seed=settings.seed, epoch=epoch, shuffle=settings.shuffle
         )
-        order_R = self._indices_R[order]
+        order_R = indices_E[order]
         if settings.partial == "drop" and settings.batching != "packed":
             # Before sorting: the rows left out are then arbitrary ones, not the longest.
             order_R = order_R[: len(order_R) // settings.batch_rows * settings.batch_rows]
@@ -323,6 +315,12 @@ class Loader:
             plans = [plan for plan in plans if len(plan.sequences) == rows]
         return plans
 
+    def _epoch_rows(self, epoch: int) -> Int64[np.ndarray, " E"]:
+        """The rows that an epoch meets, each as often as its weight says."""
+        if self._weights_R is None:
+            return self._indices_R
+        return mixture.epoch_rows(self._indices_R, self._weights_R, seed=self.settings.seed, epoch=epoch)
+
     def _fill(self, plan: packing.BatchPlan) -> Batch:
         """The arrays of a planned batch."""
         shape = self.settings.batch_rows, plan.length
@@ -346,9 +344,16 @@ class Loader:
         return Batch(tokens_BT, targets_BT, loss_mask_BT, segment_ids_BT, positions_BT)
 
 
-def _data_fingerprint(rows: TokenizedRows, indices_R: Int64[np.ndarray, " R"], padding_token: int) -> str:
+def _data_fingerprint(
+    rows: TokenizedRows,
+    indices_R: Int64[np.ndarray, " R"],
+    padding_token: int,
+    weights_R: Float64[np.ndarray, " R"] | None,
+) -> str:
     digest = hashlib.blake2b(f"{rows.fingerprint}/{padding_token}/".encode())
     digest.update(np.ascontiguousarray(indices_R).data)
+    if weights_R is not None:
+        digest.update(np.ascontiguousarray(weights_R).data)
     return digest.hexdigest()[:32]
 
 

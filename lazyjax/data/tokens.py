@@ -79,6 +79,12 @@ class TokenizedRows:
         """Tokens of each row."""
         return np.diff(self.starts_S)
 
+    @functools.cached_property
+    def learned_R(self) -> Int64[np.ndarray, " R"]:
+        """Tokens of each row that count towards the loss; its first has no predecessor and never does."""
+        starts = self.starts_S[:-1]
+        return np.add.reduceat(self.response_N, starts, dtype=np.int64) - self.response_N[starts]
+
     def row(self, index: int) -> chat.Encoded:
         """One row's tokens and response mask, as views."""
         span = slice(int(self.starts_S[index]), int(self.starts_S[index + 1]))

@@ -62,6 +62,8 @@ _COPIED = (
     "LICENSE*",
     "NOTICE*",
 )
+#: Goes before a template in tokenizer_config.json.
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
 
 
@@ -72,6 +74,7 @@ def export(
     source: Checkpoint | None = None,
     *,
     tokenizer_folder: Path | None = None,
+    chat_template: str | None = None,
     stop_token_ids: Sequence[int] = (),
     dtype: ExportDtype = "bfloat16",
     max_shard_bytes: int = 5_000_000_000,
@@ -86,6 +89,7 @@ def export(
         source: the checkpoint that training started from. Without one the config is written from
             the template.
         tokenizer_folder: whose tokenizer was trained with; by default the source's.
+        chat_template: what the rows were written with, where it is not the tokenizer's own.
         stop_token_ids: what training taught the model to end with, e.g. the chat template's end of turn;
             generation then stops there too.
         dtype: of the text model's tensors; bfloat16 rounds the fp32 masters to nearest even. The
@@ -122,6 +126,8 @@ def export(
         tokenizer_source = tokenizer_folder or (source.folder if source is not None else None)
         if tokenizer_source is not None:
             _copy_files(tokenizer_source, partial, _TOKENIZER_FILES)
+        if chat_template is not None:
+            (partial / CHAT_TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
         _add_stop_tokens(partial, config, stop_token_ids)
         _write_weights(partial, tensors, max_shard_bytes, progress)
         partial.chmod(0o755)

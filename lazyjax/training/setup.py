@@ -20,12 +20,12 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from lazyjax.config import Config, ConfigError, DataConfig
-from lazyjax.data.chat import Tokenizer, end_of_turn_id, largest_token_id, load_tokenizer, padding_token_id
-from lazyjax.data.loader import Loader, Settings
-from lazyjax.data.sources import open_source, problems_folder
-from lazyjax.data.split import sample_rows, split_rows
-from lazyjax.data.tokens import tokenize
+from lazyjax.config import Config, ConfigError
+from lazyjax.data import chat
+from lazyjax.data.batches import load_data_tokenizer, read_batches
+from lazyjax.data.chat import Tokenizer
+from lazyjax.data.loader import Loader
+from lazyjax.data.sources import problems_folder
 from lazyjax.execution.executor import Executor, StepResult
 from lazyjax.execution.host_update import HostUpdates
 from lazyjax.execution.kernels import Kernels, data_mesh
@@ -63,39 +63,6 @@ def read_architecture(config: Config) -> tuple[Architecture, Checkpoint | None]:
         return open_model(config.model.folder)
     assert config.model.architecture is not None
     return find.read_architecture(config.model.architecture), None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Batches:
-    """Training batches without end, and the held-out rows (None: nothing is evaluated)."""
-
-    training: Loader
-    evaluation: Loader | None
-
-    def evaluation_batches(self) -> Iterator[Any]:
-        """The same held-out batches at every call."""
-        return iter(()) if self.evaluation is None else self.evaluation.epoch_batches()
-
-
-def read_batches(config: DataConfig, tokenizer: Tokenizer, evaluate_rows: int) -> Batches:
-    """Reads, tokenizes and splits the data."""
-    source = open_source(config.source, split=config.hub_split)
-    rows = tokenize(
-        source,
-        tokenizer,
-        sequence_length=config.sequence_length,
-        too_long=config.too_long,
-        cache_folder=config.cache_folder,
-    )
-    train_R, held_out_R = split_rows(rows, train_fraction=config.train_fraction, seed=config.seed)
-    settings = Settings(config.rows, config.sequence_length, config.batching, seed=config.seed)
-    padding_token = padding_token_id(tokenizer)
-    training = Loader(rows, train_R, settings, padding_token=padding_token)
-    if not evaluate_rows or not len(held_out_R):
-        return Batches(training, None)
-    held_out = dataclasses.replace(settings, shuffle=False, partial="pad")
-    sample_R = sample_rows(held_out_R, evaluate_rows, seed=config.seed)
-    return Batches(training, Loader(rows, sample_R, held_out, padding_token=padding_token))
 
 
 def make_optimizer(config: Config) -> HostOptimizer:
@@ -181,7 +148,11 @@ def _fill_store(store: HostStore, template: ModelTemplate, checkpoint: Checkpoin
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """Everything of one run, allocated and filled."""
+    """Everything of one run, allocated and filled.
+
+    Attributes:
+        chat_template: what rows are written with, where it is not the tokenizer's own.
+    """
 
     trainer: Trainer
     template: ModelTemplate
@@ -189,17 +160,19 @@ class Prepared:
     checkpoint: Checkpoint | None
     tokenizer: Tokenizer
     tokenizer_folder: pathlib.Path
+    chat_template: str | None
     folder: RunFolder
 
     def save_model(self) -> pathlib.Path:
         """Writes the model as it is now, with its tokenizer, into the run folder."""
-        stop = end_of_turn_id(self.tokenizer)
+        stop = chat.end_of_turn_id(self.tokenizer)
         export(
             self.folder.model,
             self.template,
             self.store,
             self.checkpoint,
             tokenizer_folder=self.tokenizer_folder,
+            chat_template=self.chat_template,
             stop_token_ids=[] if stop is None else [stop],
         )
         return self.folder.model
@@ -229,12 +202,14 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
     )
     _check_host_memory(state_bytes, optimizer.name)
     tokenizer_folder = config.data.tokenizer or config.model.folder or problems_folder()
-    tokenizer = load_tokenizer(tokenizer_folder)
-    if largest_token_id(tokenizer) >= spec.vocabulary_size:
+    tokenizer = load_data_tokenizer(config.data, tokenizer_folder)
+    own_template = config.data.chat_template is None and tokenizer.chat_template
+    chat_template = None if own_template else chat.default_template(tokenizer)
+    if chat.largest_token_id(tokenizer) >= spec.vocabulary_size:
         raise SetupError(
             f"the tokenizer of {tokenizer_folder} has {len(tokenizer)} tokens with ids up to "
-            f"{largest_token_id(tokenizer)}, {spec.name} only {spec.vocabulary_size} (ids below that): set "
-            f"data.tokenizer to the model's own"
+            f"{chat.largest_token_id(tokenizer)}, {spec.name} only {spec.vocabulary_size} (ids below that): "
+            f"set data.tokenizer to the model's own"
         )
     batches = read_batches(config.data, tokenizer, config.training.evaluate_rows)
     schedule = make_training_schedule(config, batches.training)
@@ -248,10 +223,10 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
     folder = create_run_folder(config, spec.name)
     folder.write_plan(plan)
     weights = "random weights" if checkpoint is None else f"weights from {config.model.folder}"
-    words = {
+    words: dict[str, str | tuple[str, ...]] = {
         "model": f"{spec.name}: {spec.parameter_count / 1e6:,.1f} M parameters in {spec.block_count} blocks "
         f"({spec.family}), {weights}",
-        "data": f"{config.data.source}; one epoch: {batches.training.describe()}",
+        "data": batches.report,
         "plan": f"{plan.planner}: {plan.rows} rows x {plan.sequence_length} tokens in {plan.microbatches} "
         f"microbatch(es), {plan.update} update",
         "host": f"{format_bytes(state_bytes)} for parameters, gradients and state of {optimizer.name}",
@@ -259,7 +234,11 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         "run": f"{schedule.steps} steps, records in {folder.path}",
     }
     for name, text in words.items():
-        console.print(f"{name:<7} {text}", highlight=False, markup=False, soft_wrap=True)
+        for line, sentence in enumerate((text,) if isinstance(text, str) else text):
+            heading = "" if line else name
+            console.print(f"{heading:<7} {sentence}", highlight=False, markup=False, soft_wrap=True)
+    for warning in batches.warnings:
+        console.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     store = allocate_host_store(
         spec,
         gradient_dtype=config.optimizer.gradient_dtype,
@@ -296,7 +275,9 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         after_step=after_step,
     )
     try:
-        yield Prepared(trainer, template, store, checkpoint, tokenizer, tokenizer_folder, folder)
+        yield Prepared(
+            trainer, template, store, checkpoint, tokenizer, tokenizer_folder, chat_template, folder
+        )
     finally:
         executor.close()
         updates.close()

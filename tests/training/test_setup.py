@@ -9,13 +9,14 @@ import pytest
 from rich.console import Console
 
 from lazyjax.config import Config, ConfigError, load_config
+from lazyjax.data.batches import read_batches
 from lazyjax.data.chat import load_tokenizer
 from lazyjax.huggingface.checkpoint import load_into
 from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.planning.plan.document import Boundary, PlanError, load_plan
 from lazyjax.storage.host import allocate_host_store
 from lazyjax.training import setup
-from lazyjax.training.setup import SetupError, read_architecture, read_batches
+from lazyjax.training.setup import SetupError, read_architecture
 from lazyjax.training.start_plan import choose_plan
 from tests import reference
 
