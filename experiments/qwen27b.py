@@ -51,7 +51,7 @@ def choose_preset(arguments: Sequence[str], platform: str) -> tuple[str, str, Se
     return "smoke", reason, arguments
 
 
-def run(arguments: Sequence[str]) -> None:
+def run(arguments: Sequence[str]) -> int:
     """Chooses the preset, predicts the full run, trains."""
     from lazyjax.config import load_config
 
@@ -71,6 +71,7 @@ def run(arguments: Sequence[str]) -> None:
 
     from experiments.prediction import print_prediction
     from lazyjax.training import setup
+    from lazyjax.training.interrupt import exit_status
 
     if preset == "smoke":
         say(_INTRODUCTION)
@@ -79,6 +80,7 @@ def run(arguments: Sequence[str]) -> None:
     before, after = summary["first_evaluation_loss"], summary["last_evaluation_loss"]
     if summary["status"] == "finished" and before is not None:
         say(f"evaluation loss {before:.4f} -> {after:.4f} ({1 - after / before:.0%} lower)")
+    return exit_status(summary["reason"])
 
 
 def main() -> int:

@@ -20,11 +20,12 @@ from lazyjax.cli import guarded, quiet_libraries
 CONFIG = pathlib.Path(__file__).parent / "configs" / "smollm2.yaml"
 
 
-def run(arguments: Sequence[str]) -> None:
+def run(arguments: Sequence[str]) -> int:
     """Converts the model, if that was not done before, and trains."""
     from experiments.convert_smollm2 import convert
     from lazyjax.config import load_config
     from lazyjax.training import setup
+    from lazyjax.training.interrupt import exit_status
 
     console = Console()
     config = load_config(CONFIG, arguments)
@@ -35,6 +36,7 @@ def run(arguments: Sequence[str]) -> None:
     before, after = summary["first_evaluation_loss"], summary["last_evaluation_loss"]
     if summary["status"] == "finished" and before is not None:
         console.print(f"evaluation loss {before:.4f} -> {after:.4f}", highlight=False)
+    return exit_status(summary["reason"])
 
 
 def main() -> int:

@@ -1,11 +1,13 @@
 """The command `lazyjax`: one function per subcommand, and how errors reach the user.
 
 Whatever is wrong with the input is printed as one message, without a traceback, and ends with
-exit code 2; `--debug` shows the traceback. A run that went wrong later ends with exit code 1.
+exit code 2; `--debug` shows the traceback. A run that went wrong later ends with exit code 1, one that
+was stopped with a code of its own (`lazyjax.training.interrupt.exit_status`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import sys
@@ -13,18 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 
-#: A subcommand: gets the arguments that follow its name.
-Command = Callable[[Sequence[str]], None]
+#: A subcommand: gets the arguments that follow its name; may give an exit code.
+Command = Callable[[Sequence[str]], int | None]
 
 
-def train(arguments: Sequence[str]) -> None:
+def train(arguments: Sequence[str]) -> int:
     """Fine-tune: lazyjax train [CONFIG.yaml] [--model FOLDER] [--data FILE] [--GROUP.KEY VALUE ...]."""
     from lazyjax.config import load_command_line
 
     config = load_command_line(arguments)
     from lazyjax.training import setup
+    from lazyjax.training.interrupt import exit_status
 
-    setup.train(config, Console())
+    return exit_status(setup.train(config, Console())["reason"])
 
 
 def plan(arguments: Sequence[str]) -> None:
@@ -96,19 +99,30 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
-def guarded(command: Callable[[], None], *, debug: bool = False) -> int:
+def guarded(command: Callable[[], int | None], *, debug: bool = False) -> int:
     """Runs `command`; its errors become a message on stderr and an exit code."""
+    from lazyjax.training.interrupt import StoppedAtOnce
+
     try:
-        command()
+        code = command()
+    except StoppedAtOnce as stopped:
+        _complain(f"stopped at once ({stopped})")
+        return stopped.exit_status
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _complain("interrupted")
         return 130
     except (ValueError, ArithmeticError, MemoryError, OSError, RuntimeError) as error:
         if debug:
             raise
-        print(f"error: {_message(error)}", file=sys.stderr)
+        _complain(f"error: {_message(error)}")
         return 2 if isinstance(error, ValueError) else 1
-    return 0
+    return code or 0
+
+
+def _complain(text: str) -> None:
+    """To stderr, if there still is one: a dropped terminal must not change the exit code."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _message(error: Exception) -> str:

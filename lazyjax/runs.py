@@ -47,7 +47,9 @@ class Run:
 
     @property
     def timed_steps(self) -> tuple[dict[str, Any], ...]:
-        """All but the first, which compiles, where there are more."""
+        """Those that did not compile, where there are any; of older records all but the first."""
+        if all("compile_seconds" in step for step in self.steps):
+            return tuple(step for step in self.steps if not step["compile_seconds"]) or self.steps
         return self.steps[1:] or self.steps
 
     def mean_of(self, key: str) -> float | None:

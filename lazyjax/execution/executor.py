@@ -55,7 +55,15 @@ MOST_NON_FINITE_STEPS = 3
 
 
 class NonFiniteStepsError(ArithmeticError):
-    """Several steps in a row had a non-finite loss or gradient norm; parameters are untouched by them."""
+    """Several steps in a row had a non-finite loss or gradient norm; parameters are untouched by them.
+
+    Attributes:
+        result: of the last of them.
+    """
+
+    def __init__(self, message: str, result: StepResult) -> None:
+        super().__init__(message)
+        self.result = result
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -209,7 +217,8 @@ class Executor:
             raise NonFiniteStepsError(
                 f"{MOST_NON_FINITE_STEPS} steps in a row had a non-finite loss or gradient norm (last: "
                 f"loss {result.loss}, norm {result.gradient_norm}); none of them changed the parameters. "
-                "Lower the learning rate, or check the checkpoint and the data"
+                "Lower the learning rate, or check the checkpoint and the data",
+                result,
             )
 
     def flush(self) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
+import io
+import os
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -11,10 +15,72 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from lazyjax.training.metrics import EvaluationMetrics, StepMetrics
 from lazyjax.training.replanning import Replan
 
-#: Steps whose mean time gives the time left; the first step, which compiles, soon drops out.
+#: Steps whose mean time gives the time left.
 _RECENT_STEPS = 10
 _MIB = 2**20
 _GIB = 2**30
+
+
+class SilencedWhenClosed(io.TextIOBase):
+    """A text stream that goes silent when the reader's end closes (a pipe's, or a dropped terminal's).
+
+    Whoever wrote to it goes on. The descriptor is pointed at the null device, so that libraries and the
+    interpreter's last flush are silent too.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._closed = False
+
+    def write(self, text: str) -> int:
+        """Writes, or does nothing any more."""
+        if not self._closed:
+            try:
+                self._stream.write(text)
+            except (OSError, ValueError):
+                self._silence()
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes, or does nothing any more."""
+        if not self._closed:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._silence()
+
+    def isatty(self) -> bool:
+        """Whether a terminal reads."""
+        return not self._closed and self._stream.isatty()
+
+    def fileno(self) -> int:
+        """The stream's descriptor. OSError: it has none."""
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The stream's."""
+        return self._stream.encoding
+
+    def _silence(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+
+def silence_when_closed(console: Console) -> None:
+    """A console whose pipe or terminal goes away ends nothing; one in memory is left as it is."""
+    try:
+        console.file.fileno()
+    except (OSError, ValueError):
+        return
+    if not isinstance(console.file, SilencedWhenClosed):
+        stream: Any = SilencedWhenClosed(cast(TextIO, console.file))
+        console.file = stream
 
 
 class Display:
@@ -44,7 +110,8 @@ class Display:
 
     def step(self, metrics: StepMetrics) -> None:
         """Shows one step."""
-        self._recent.append(metrics.step_seconds)
+        self._recent.append(metrics.step_seconds - metrics.compile_seconds)
+        # Compiling happens once per kernel: it says nothing of the steps to come.
         left = format_seconds((self._steps - metrics.step) * sum(self._recent) / len(self._recent))
         self._progress.update(self._task, completed=metrics.step, left=f"{left} left")
         if metrics.step % self._log_every == 0 or metrics.step in (1, self._steps) or metrics.skipped:
@@ -84,6 +151,8 @@ def format_step(metrics: StepMetrics, steps: int) -> str:
         f"device {format_bytes(metrics.peak_device_bytes)}",
         f"host {format_bytes(metrics.host_bytes)}",
     ]
+    if metrics.compile_seconds:
+        words.append(f"{metrics.compile_seconds:.1f} s compiling")
     if metrics.skipped:
         words.append("SKIPPED (not finite)")
     return "  ".join(words)

@@ -6,9 +6,13 @@ weights; it decides when to evaluate, when to stop, and what is written down.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import os
+import pathlib
 import resource
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -17,16 +21,23 @@ import numpy as np
 from jaxtyping import Float32
 
 from lazyjax.batch import Batch
-from lazyjax.execution.executor import StepResult
+from lazyjax.execution.executor import NonFiniteStepsError, StepResult
+from lazyjax.huggingface.tensor_files import CheckpointError
 from lazyjax.planning.plan.document import Plan
 from lazyjax.timeline import Timeline
 from lazyjax.training.display import Display
 from lazyjax.training.interrupt import StopRequest
-from lazyjax.training.metrics import EvaluationMetrics, MetricsLog, StepMetrics, step_metrics
+from lazyjax.training.metrics import CompileClock, EvaluationMetrics, MetricsLog, StepMetrics, step_metrics
+from lazyjax.training.records import write_somewhere
 from lazyjax.training.replanning import Replan
 from lazyjax.training.run_folder import RunFolder
 
-Status = Literal["finished", "interrupted", "failed"]
+#: The first two of a run that goes on; `process` in the summary then says which one it is.
+Status = Literal["running", "saving", "finished", "interrupted", "failed"]
+#: summary.json is at most about this much older than the run that goes on.
+_SUMMARY_SECONDS = 30.0
+#: Waits between attempts to write the model where there is no room: an hour in all.
+_ROOM_SECONDS = (10.0, 20.0, 30.0, *[60.0] * 59)
 
 
 @runtime_checkable
@@ -82,6 +93,7 @@ class Trainer:
         facts: entries that the summary repeats (device, model, ...); those of `plan_facts` follow
             the plan in use.
         after_step: gets every step and its result, and may answer with a plan made again.
+        save_model: writes the model as it is and returns its folder; None saves none.
     """
 
     def __init__(
@@ -96,75 +108,104 @@ class Trainer:
         display: Display,
         facts: Mapping[str, Any],
         after_step: Callable[[int, StepResult], Replan | None] = lambda step, result: None,
+        save_model: Callable[[], pathlib.Path] | None = None,
     ) -> None:
         self._executor, self._batches, self._evaluation = executor, batches, evaluation
         self._schedule, self._parameter_count = schedule, parameter_count
         self._folder, self._display, self._facts = folder, display, dict(facts)
-        self._after_step = after_step
+        self._after_step, self._save_model = after_step, save_model
         self._stop = StopRequest()
         self._steps: list[StepMetrics] = []
         self._evaluations: list[EvaluationMetrics] = []
+        self._start = self._summarized = time.perf_counter()
+        self._summary_fails = False
 
     def run(self) -> dict[str, Any]:
-        """Trains, and returns the summary that was written to the run folder.
+        """Trains, saves the model, and returns the summary that is in the run folder at the end.
 
-        The first SIGINT or SIGTERM ends the run after the current step: pending updates are
-        applied and the records are complete. Whatever is raised on the way (a non-finite run, a
-        full disk) is raised on, after what is known has been written.
+        The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 ends the run after the current step: pending updates
+        are applied, the model is saved and the records are complete; signals that come while they are
+        written are answered and change nothing. The second one during a step ends it at once. Whatever
+        is raised on the way is raised on, after what is known has been written; after non-finite steps,
+        which leave the model as it was, it is saved too.
         """
-        start = time.perf_counter()
-        log = MetricsLog(self._folder.metrics, self._folder.tensorboard)
+        with self._stop.listening(self._display.say), contextlib.closing(CompileClock()) as clock:
+            return self._run(clock)
+
+    def _run(self, clock: CompileClock) -> dict[str, Any]:
+        self._start = time.perf_counter()
+        self._keep_summary("running")
+        log = MetricsLog(self._folder.metrics, self._folder.tensorboard, self._display.say)
         self._display.start()
-        status: Status = "failed"
-        reason = None
+        failure: BaseException | None = None
         try:
-            with self._stop.listening(self._display.say):
-                self._train(log)
-            status = "interrupted" if self._stop else "finished"
-            reason = self._stop.signal_name
+            self._train(log, clock)
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            self._display.stop()
-            log.close()
-            summary = self._summary(status, reason, time.perf_counter() - start)
-            self._folder.write_summary(summary)
+            failure = error
+            self._stop.writing("the records are being written")
+        # A signal after this comes too late to have ended anything.
+        stopped, model = self._stop.reason, None
+        self._display.stop()
+        if self._save_model is not None and self._steps and _is_whole(failure):
+            try:
+                model = self._write_model(self._save_model)
+            except BaseException as error:
+                failure = failure or error
+        log.close()
+        status: Status = "finished" if stopped is None else "interrupted"
+        if failure is not None:
+            status, stopped = "failed", f"{type(failure).__name__}: {failure}"
+        summary = self._summary(status, stopped, model)
+        write_somewhere(self._folder.summary, summary, self._display.say)
+        if failure is not None:
+            raise failure
         return summary
 
-    def _train(self, log: MetricsLog) -> None:
+    def _train(self, log: MetricsLog, clock: CompileClock) -> None:
         self._evaluate(0, log)
         for step in range(1, self._schedule.steps + 1):
             if self._stop:
                 break
-            self._step(step, log)
+            self._step(step, log, clock)
             every = self._schedule.evaluate_every
             if every and step % every == 0 and step < self._schedule.steps:
                 self._evaluate(step, log)
+            if time.perf_counter() - self._summarized > _SUMMARY_SECONDS:
+                self._keep_summary("running")
+        # From here on a signal can only lose what was trained.
+        self._stop.writing("the last update is being applied")
         self._executor.flush()
         if self._steps:
-            self._folder.write_timeline([self._executor.timeline()])
+            self._stop.writing("the model is evaluated, then saved")
+            self._record(lambda: self._folder.write_timeline([self._executor.timeline()]))
             self._evaluate(self._steps[-1].step, log)
 
-    def _step(self, step: int, log: MetricsLog) -> None:
-        start = time.perf_counter()
+    def _step(self, step: int, log: MetricsLog, clock: CompileClock) -> None:
+        start, compiled = time.perf_counter(), clock.seconds
         learning_rate = float(self._schedule.learning_rates[step - 1])
-        result = self._executor.train_step(next(self._batches), learning_rate)
+        failure: NonFiniteStepsError | None = None
+        try:
+            result = self._executor.train_step(next(self._batches), learning_rate)
+        except NonFiniteStepsError as error:
+            result, failure = error.result, error
         metrics = step_metrics(
             result,
             step=step,
             epoch=step / self._schedule.steps_per_epoch,
             learning_rate=learning_rate,
             step_seconds=time.perf_counter() - start,
+            compile_seconds=clock.seconds - compiled,
             parameter_count=self._parameter_count,
         )
         self._steps.append(metrics)
         log.step(metrics)
         self._display.step(metrics)
+        if failure is not None:
+            raise failure
         outcome = self._after_step(step, result)
         if outcome is not None:
             if outcome.swapped:
-                self._folder.write_plan(outcome.plan, after_step=step)
+                self._record(lambda: self._folder.write_plan(outcome.plan, after_step=step))
                 self._facts |= plan_facts(outcome.plan)
             log.replan(outcome)
             self._display.replan(outcome)
@@ -186,17 +227,66 @@ class Trainer:
         self._evaluations.append(metrics)
         log.evaluation(metrics)
         self._display.evaluation(metrics)
+        self._keep_summary("running")
 
-    def _summary(self, status: Status, reason: str | None, seconds: float) -> dict[str, Any]:
+    def _write_model(self, save_model: Callable[[], pathlib.Path]) -> pathlib.Path:
+        """Writes the model; where the disk has no room, waits for some rather than lose what was trained."""
+        self._stop.writing("the model is being written")
+        self._keep_summary("saving")
+        for wait_seconds in (*_ROOM_SECONDS, None):
+            try:
+                path = save_model()
+            except (OSError, CheckpointError) as error:
+                if wait_seconds is None:
+                    raise
+                self._display.say(
+                    f"WARNING: the model cannot be written ({error}); it is tried again in "
+                    f"{wait_seconds:g} s, a signal gives it up"
+                )
+                self._stop.writing("there is no room for the model: given up")
+                if self._stop.wait(wait_seconds):
+                    raise
+                self._stop.writing("the model is being written")
+            else:
+                self._display.say(f"model written to {path}")
+                return path
+        raise AssertionError("the last try returns or raises")
+
+    def _record(self, write: Callable[[], object]) -> None:
+        """Writes a record of the run folder; one that cannot be written ends nothing."""
+        try:
+            write()
+        except OSError as error:
+            self._display.say(f"WARNING: {error.filename or self._folder.path}: {error.strerror}")
+
+    def _keep_summary(self, status: Status) -> None:
+        """Keeps summary.json true while the run goes on; says once where that fails."""
+        self._summarized = time.perf_counter()
+        try:
+            self._folder.write_summary(self._summary(status, None, None))
+            self._summary_fails = False
+        except OSError as error:
+            if not self._summary_fails:
+                self._display.say(f"WARNING: {self._folder.summary} cannot be written ({error.strerror})")
+            self._summary_fails = True
+
+    def _summary(self, status: Status, reason: str | None, model: pathlib.Path | None) -> dict[str, Any]:
         return {
             "status": status,
             "reason": reason,
+            "process": None if status in ("finished", "interrupted", "failed") else os.getpid(),
+            "model_folder": None if model is None else model.name,
             "label": "measured",
             **self._facts,
             **summarize(self._steps, self._evaluations),
-            "total_seconds": seconds,
+            "total_seconds": time.perf_counter() - self._start,
             "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
+
+
+def _is_whole(failure: BaseException | None) -> bool:
+    """Whether the parameters are those of a step: a skipped one has not touched them."""
+    return failure is None or isinstance(failure, NonFiniteStepsError)
 
 
 def plan_facts(plan: Plan) -> dict[str, str]:
@@ -205,8 +295,8 @@ def plan_facts(plan: Plan) -> dict[str, str]:
 
 
 def summarize(steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationMetrics]) -> dict[str, Any]:
-    """Main figures of a run; rates leave out the first step, which compiles, where there are more."""
-    timed = steps[1:] or steps
+    """Main figures of a run; rates leave out steps that compiled, where there are others."""
+    timed = [step for step in steps if not step.compile_seconds] or steps
     seconds = sum(step.step_seconds for step in timed)
     finite = [step.loss for step in steps if math.isfinite(step.loss)]
     return {
@@ -216,7 +306,10 @@ def summarize(steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationMetr
         "last_loss": finite[-1] if finite else None,
         "first_evaluation_loss": evaluations[0].loss if evaluations else None,
         "last_evaluation_loss": evaluations[-1].loss if evaluations else None,
+        "timed_steps": len(timed),
         "mean_step_seconds": seconds / len(timed) if timed else None,
+        "median_step_seconds": statistics.median(step.step_seconds for step in timed) if timed else None,
+        "compile_seconds": sum(step.compile_seconds for step in steps),
         "tokens_per_second": sum(step.real_tokens for step in timed) / seconds if timed else None,
         "model_tflops": (
             sum(step.model_tflops * step.step_seconds for step in timed) / seconds if timed else None

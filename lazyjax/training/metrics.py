@@ -12,17 +12,28 @@ import json
 import math
 import os
 import pathlib
+import socket
+import struct
+import time
+from collections.abc import Mapping
 from typing import Any
 
-from tensorboardX import SummaryWriter
+import jax
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
 
 from lazyjax.execution.executor import StepResult
+from lazyjax.training.records import AppendedFile, Say
 from lazyjax.training.replanning import Replan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One optimizer step; `step_seconds` is the loop's wall time, with data and logging."""
+    """One optimizer step; `step_seconds` is the loop's wall time, with data and logging.
+
+    `compile_seconds` of it went into compiling, on the first step and at every new sequence length.
+    """
 
     step: int
     epoch: float
@@ -34,6 +45,7 @@ class StepMetrics:
     real_tokens: int
     padded_tokens: int
     step_seconds: float
+    compile_seconds: float
     tokens_per_second: float
     model_tflops: float
     peak_device_bytes: int
@@ -57,6 +69,7 @@ def step_metrics(
     epoch: float,
     learning_rate: float,
     step_seconds: float,
+    compile_seconds: float,
     parameter_count: int,
 ) -> StepMetrics:
     """Adds to an executor's result what only the loop knows."""
@@ -71,6 +84,7 @@ def step_metrics(
         real_tokens=result.real_tokens,
         padded_tokens=result.padded_tokens,
         step_seconds=step_seconds,
+        compile_seconds=compile_seconds,
         tokens_per_second=result.real_tokens / step_seconds,
         model_tflops=model_tflops(parameter_count, result.padded_tokens, step_seconds),
         peak_device_bytes=result.peak_device_bytes,
@@ -92,48 +106,137 @@ def resident_host_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-class MetricsLog:
-    """Writes every record to metrics.jsonl, at once, and to TensorBoard."""
+class CompileClock:
+    """Seconds that this process has spent lowering and compiling, on whichever thread."""
 
-    def __init__(self, path: pathlib.Path, tensorboard: pathlib.Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(str(tensorboard), flush_secs=30)
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._record)
+
+    def close(self) -> None:
+        """Stops counting."""
+        jax.monitoring.unregister_event_duration_listener(self._record)
+
+    def _record(self, event: str, duration_secs: float, **keywords: str | int) -> None:
+        if event in _COMPILE_EVENTS:
+            self.seconds += duration_secs
+
+
+#: Of `jax.monitoring`. Tracing is left out: its events nest.
+_COMPILE_EVENTS = (
+    "/jax/core/compile/jaxpr_to_mlir_module_duration",
+    "/jax/core/compile/backend_compile_duration",
+)
+
+
+class MetricsLog:
+    """Writes every record to metrics.jsonl, at once, and to TensorBoard.
+
+    Neither blocks nor raises: what cannot be written waits (`AppendedFile`).
+
+    Args:
+        position: of a run that is resumed, what `position()` gave.
+        first_step: TensorBoard hides what an earlier process recorded from this step on.
+    """
+
+    def __init__(
+        self,
+        path: pathlib.Path,
+        tensorboard: pathlib.Path,
+        say: Say,
+        *,
+        position: Mapping[str, Any] | None = None,
+        first_step: int = 0,
+    ) -> None:
+        self._file = AppendedFile(path, say, position=0 if position is None else position["bytes"])
+        for line in () if position is None else position["waiting"]:
+            self._file.add(line.encode())
+        # One file per process: TensorBoard reads all of a folder, in the order of their names.
+        moment = time.time()
+        name = f"events.out.tfevents.{moment:017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._events = AppendedFile(tensorboard / name, say)
+        self._event(Event(wall_time=moment, file_version="brain.Event:2"))
+        if first_step:
+            start = SessionLog(status=SessionLog.START)
+            self._event(Event(wall_time=moment, step=first_step, session_log=start))
 
     def step(self, metrics: StepMetrics) -> None:
         """Records one step."""
-        self._write("train", metrics)
+        self._metrics("train", metrics)
 
     def evaluation(self, metrics: EvaluationMetrics) -> None:
         """Records one evaluation."""
-        self._write("evaluation", metrics)
+        self._metrics("evaluation", metrics)
 
     def replan(self, outcome: Replan) -> None:
         """Records that the plan was solved again, and whether the new one runs from now on."""
-        record = {
-            "kind": "replan",
-            "step": outcome.step,
-            "running_seconds": outcome.running_seconds,
-            "candidate_seconds": outcome.candidate_seconds,
-            "plan": outcome.plan.fingerprint(),
-            "swapped": outcome.swapped,
+        self._line(
+            {
+                "kind": "replan",
+                "step": outcome.step,
+                "running_seconds": outcome.running_seconds,
+                "candidate_seconds": outcome.candidate_seconds,
+                "plan": outcome.plan.fingerprint(),
+                "swapped": outcome.swapped,
+            }
+        )
+
+    def position(self) -> dict[str, Any]:
+        """What has been recorded so far, as plain JSON values; a log made with it goes on from here."""
+        return {
+            "bytes": self._file.position,
+            "waiting": [entry.decode() for entry in self._file.waiting],
         }
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+
+    def sync(self) -> None:
+        """Hands the records to the drive. OSError: that failed."""
+        self._file.sync()
 
     def close(self) -> None:
-        """Flushes and closes both files."""
+        """Writes what is left and closes both files."""
         self._file.close()
-        self._tensorboard.close()
+        self._events.close()
 
-    def _write(self, kind: str, metrics: StepMetrics | EvaluationMetrics) -> None:
+    def _metrics(self, kind: str, metrics: StepMetrics | EvaluationMetrics) -> None:
         values = dataclasses.asdict(metrics)
-        record = {"kind": kind} | {key: _json(value) for key, value in values.items()}
-        self._file.write(json.dumps(record) + "\n")
-        # A killed process must leave every finished step on disk.
-        self._file.flush()
-        for key, value in values.items():
-            if key != "step":
-                self._tensorboard.add_scalar(f"{kind}/{key}", float(value), metrics.step)
+        self._line({"kind": kind} | {key: _json(value) for key, value in values.items()})
+        entries = [
+            Summary.Value(tag=f"{kind}/{key}", simple_value=float(value))
+            for key, value in values.items()
+            if key != "step"
+        ]
+        self._event(Event(wall_time=time.time(), step=metrics.step, summary=Summary(value=entries)))
+
+    def _line(self, record: Mapping[str, Any]) -> None:
+        # Written at once: a killed process must leave every finished step on disk.
+        self._file.add(json.dumps(record).encode() + b"\n")
+
+    def _event(self, event: Event) -> None:
+        """As a TFRecord: length and content, each followed by its masked CRC-32C, little-endian."""
+        content = event.SerializeToString()
+        length = struct.pack("<Q", len(content))
+        checks = (struct.pack("<I", masked_crc32c(part)) for part in (length, content))
+        self._events.add(b"".join((length, next(checks), content, next(checks))))
+
+
+def read_records(path: pathlib.Path, position: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl up to a saved position.
+
+    Raises:
+        ValueError: the file is shorter than it was, or damaged; the message names it.
+    """
+    with path.open("rb") as file:
+        content = file.read(position["bytes"])
+    if len(content) < position["bytes"]:
+        raise ValueError(
+            f"{path}: {len(content)} bytes, but the checkpoint was saved after {position['bytes']}: "
+            "steps are missing from it"
+        )
+    lines = content.splitlines() + [line.encode() for line in position["waiting"]]
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged ({error})") from error
 
 
 def _json(value: Any) -> Any:

@@ -6,7 +6,7 @@ plan-until-step-N.json  the one before it, where a run planned again after step 
 metrics.jsonl   one JSON object per step and per evaluation
 tensorboard/    the same numbers for TensorBoard
 timeline.json   the last step's operations, for ui.perfetto.dev
-summary.json    how the run ended, on which device, and its main figures
+summary.json    how far the run is or how it ended, on which device, and its main figures
 model/          the trained model as a Hugging Face folder
 """
 
@@ -23,6 +23,7 @@ from typing import Any
 from lazyjax.config import Config, dump_config, with_absolute_paths
 from lazyjax.planning.plan.document import Plan
 from lazyjax.timeline import Timeline, write_perfetto
+from lazyjax.training.records import replace_file
 
 
 class RunFolderError(ValueError):
@@ -57,17 +58,24 @@ class RunFolder:
     def write_plan(self, plan: Plan, *, after_step: int = 0) -> None:
         """Writes plan.json; the plan that it replaces after `after_step` steps is kept beside it."""
         current = self.path / "plan.json"
+        new = self.path / ".plan.json.new"
+        plan.save(new)
         if after_step:
             current.rename(self.path / f"plan-until-step-{after_step}.json")
-        plan.save(current)
+        new.rename(current)
 
     def write_timeline(self, timelines: Sequence[Timeline]) -> None:
         """Writes timeline.json."""
         write_perfetto(timelines, self.path / "timeline.json")
 
+    @property
+    def summary(self) -> pathlib.Path:
+        """The summary."""
+        return self.path / "summary.json"
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Writes summary.json."""
-        (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        """Replaces summary.json. OSError: it stays as it was."""
+        replace_file(self.summary, json.dumps(summary, indent=2) + "\n")
 
 
 def create_run_folder(config: Config, model_name: str) -> RunFolder:

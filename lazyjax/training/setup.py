@@ -23,7 +23,6 @@ from rich.console import Console
 from lazyjax.config import Config, ConfigError
 from lazyjax.data import chat
 from lazyjax.data.batches import load_data_tokenizer, read_batches
-from lazyjax.data.chat import Tokenizer
 from lazyjax.data.loader import Loader
 from lazyjax.data.sources import problems_folder
 from lazyjax.execution.executor import Executor, StepResult
@@ -42,7 +41,7 @@ from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning.plan.document import Plan
 from lazyjax.specs import ModelSpec, item_bytes, slab_layout
 from lazyjax.storage.host import HostStore, allocate_host_store
-from lazyjax.training.display import Display, format_bytes
+from lazyjax.training.display import Display, format_bytes, silence_when_closed
 from lazyjax.training.learning_rate import learning_rates
 from lazyjax.training.loop import Trainer, TrainingSchedule, plan_facts
 from lazyjax.training.replanning import Replan, make_replanner
@@ -157,25 +156,7 @@ class Prepared:
     trainer: Trainer
     template: ModelTemplate
     store: HostStore
-    checkpoint: Checkpoint | None
-    tokenizer: Tokenizer
-    tokenizer_folder: pathlib.Path
-    chat_template: str | None
     folder: RunFolder
-
-    def save_model(self) -> pathlib.Path:
-        """Writes the model as it is now, with its tokenizer, into the run folder."""
-        stop = chat.end_of_turn_id(self.tokenizer)
-        export(
-            self.folder.model,
-            self.template,
-            self.store,
-            self.checkpoint,
-            tokenizer_folder=self.tokenizer_folder,
-            chat_template=self.chat_template,
-            stop_token_ids=[] if stop is None else [stop],
-        )
-        return self.folder.model
 
 
 @contextlib.contextmanager
@@ -263,6 +244,19 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
             return None
         return replanner.after_step(step, executor, result.padded_tokens, display.say)
 
+    def save_model() -> pathlib.Path:
+        """Writes the model as it is now, with its tokenizer, into the run folder."""
+        stop = chat.end_of_turn_id(tokenizer)
+        return export(
+            folder.model,
+            template,
+            store,
+            checkpoint,
+            tokenizer_folder=tokenizer_folder,
+            chat_template=chat_template,
+            stop_token_ids=[] if stop is None else [stop],
+        )
+
     trainer = Trainer(
         executor,
         batches.training,
@@ -273,11 +267,10 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         display=display,
         facts=_facts(config, spec, plan, devices[0]),
         after_step=after_step,
+        save_model=save_model if config.run.save_model else None,
     )
     try:
-        yield Prepared(
-            trainer, template, store, checkpoint, tokenizer, tokenizer_folder, chat_template, folder
-        )
+        yield Prepared(trainer, template, store, folder)
     finally:
         executor.close()
         updates.close()
@@ -297,12 +290,9 @@ def make_training_schedule(config: Config, loader: Loader) -> TrainingSchedule:
 
 def train(config: Config, console: Console) -> dict[str, Any]:
     """Prepares and runs a training; returns the summary of the run folder."""
+    silence_when_closed(console)
     with prepare(config, console) as prepared:
-        summary = prepared.trainer.run()
-        if config.run.save_model and summary["steps"]:
-            path = prepared.save_model()
-            console.print(f"model written to {path}", highlight=False, markup=False, soft_wrap=True)
-    return summary
+        return prepared.trainer.run()
 
 
 def _facts(config: Config, spec: ModelSpec, plan: Plan, device: jax.Device) -> dict[str, Any]:

@@ -1,16 +1,20 @@
 """The loop's bookkeeping, with an executor whose every answer is known beforehand."""
 
 import dataclasses
+import errno
 import io
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -18,7 +22,9 @@ from rich.console import Console
 from lazyjax.batch import Batch
 from lazyjax.execution.executor import NonFiniteStepsError, StepResult
 from lazyjax.timeline import Event, Resource, Timeline
+from lazyjax.training import loop
 from lazyjax.training.display import Display
+from lazyjax.training.interrupt import STOPPING, StoppedAtOnce, exit_status
 from lazyjax.training.loop import Trainer, TrainingSchedule
 from lazyjax.training.run_folder import RunFolder
 
@@ -67,8 +73,10 @@ class KnownExecutor:
         return Timeline("measured", (Event(1, 0, "forward", Resource.COMPUTE, 0, 0, 0.0, 1.0),))
 
 
-def make_trainer(tmp_path, executor, *, steps=4, evaluate_every=2, evaluation_batches=2):
-    output = io.StringIO()
+def make_trainer(
+    tmp_path, executor, *, steps=4, evaluate_every=2, evaluation_batches=2, output=None, save_model=None
+):
+    output = io.StringIO() if output is None else output
     console = Console(file=output, width=200)
     schedule = TrainingSchedule(
         np.linspace(0.1, 0.4, steps, dtype=np.float32), evaluate_every, steps_per_epoch=2
@@ -82,6 +90,7 @@ def make_trainer(tmp_path, executor, *, steps=4, evaluate_every=2, evaluation_ba
         folder=RunFolder(tmp_path),
         display=Display(console, steps=steps, log_every=1),
         facts={"model": "known"},
+        save_model=save_model,
     )
     return trainer, output
 
@@ -155,19 +164,25 @@ def send(number, seen, words):
     """
     shown = seen.getvalue().count(words)
     os.kill(os.getpid(), number)
+    wait_for(seen, words, shown)
+
+
+def wait_for(seen, words, shown=0):
+    """Until `words` are shown once more than `shown` times."""
     give_up = time.monotonic() + 60
     while seen.getvalue().count(words) == shown:
         assert time.monotonic() < give_up, f"{words!r} is not shown"
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOPPING)
 def test_signal_finishes_the_step_and_writes_everything(tmp_path, number):
     executor = KnownExecutor()
     before = signal.getsignal(number)
     trainer, output = make_trainer(tmp_path, executor, steps=9, evaluate_every=0)
     executor.on_step = lambda step: step == 3 and send(number, output, "stopping after this step")
     summary = trainer.run()
+    assert exit_status(summary["reason"]) == 128 + number
     assert signal.getsignal(number) is before
     assert (summary["status"], summary["reason"]) == ("interrupted", signal.Signals(number).name)
     assert [step["step"] for step in records(tmp_path, "train")] == [1, 2, 3]
@@ -175,47 +190,220 @@ def test_signal_finishes_the_step_and_writes_everything(tmp_path, number):
     assert (tmp_path / "timeline.json").exists()
 
 
-@pytest.fixture
-def as_at_a_terminal():
-    """Python's own handler of SIGINT, which the test runner, started in the background, may lack."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_second_interrupt_ends_at_once(tmp_path, as_at_a_terminal):
+def test_second_interrupt_ends_at_once(tmp_path):
     executor = KnownExecutor()
     trainer, output = make_trainer(tmp_path, executor)
 
     def twice(step):
         send(signal.SIGINT, output, "stopping after this step")
-        send(signal.SIGINT, output, "never shown")
+        send(signal.SIGINT, output, "never shown while this goes on")
 
     executor.on_step = twice
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(StoppedAtOnce):
         trainer.run()
     assert ("flush", None) not in executor.calls
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
-def test_non_finite_steps_are_recorded_and_the_third_raises(tmp_path):
+def test_signals_count_while_the_main_thread_cannot_look(tmp_path):
+    """As in a long compilation: Python alone would take the two for one, and answer neither."""
+    executor, seen = KnownExecutor(), threading.Lock()
+    trainer, output = make_trainer(tmp_path, executor)
+
+    def press_twice():
+        send(signal.SIGINT, output, "stopping after this step")
+        send(signal.SIGINT, output, "stopping at once")
+        seen.release()
+
+    def busy(step):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        seen.acquire()
+        threading.Thread(target=press_twice).start()
+        seen.acquire()
+
+    executor.on_step = busy
+    try:
+        with pytest.raises(StoppedAtOnce) as stopped:
+            trainer.run()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    assert stopped.value.exit_status == 130
+    assert len(records(tmp_path, "train")) == 0
+
+
+def test_signals_change_nothing_while_the_model_is_written(tmp_path):
+    seen = io.StringIO()
+
+    def save():
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            send(number, seen, "the model is being written; that ends by itself")
+        (tmp_path / "model").mkdir()
+        return tmp_path / "model"
+
+    trainer, _ = make_trainer(tmp_path, KnownExecutor(), output=seen, save_model=save)
+    summary = trainer.run()
+    assert (summary["status"], summary["model_folder"]) == ("finished", "model")
+    assert f"model written to {tmp_path / 'model'}" in seen.getvalue()
+
+
+def test_a_signal_cuts_the_last_evaluation_short_and_loses_nothing(tmp_path):
+    executor, seen = KnownExecutor(), io.StringIO()
+
+    def evaluate(batch):
+        send(signal.SIGTERM, seen, "SIGTERM: the model is evaluated, then saved")
+        send(signal.SIGTERM, seen, "SIGTERM: the model is evaluated, then saved")
+        return 1.0, 1
+
+    executor.on_step = lambda step: step == 4 and setattr(executor, "evaluate", evaluate)
+    trainer, _ = make_trainer(tmp_path, executor, output=seen, save_model=lambda: tmp_path / "model")
+    summary = trainer.run()
+    assert (summary["status"], summary["reason"]) == ("interrupted", "SIGTERM")
+    assert (summary["steps"], summary["model_folder"]) == (4, "model")
+    assert [entry["step"] for entry in records(tmp_path, "evaluation")] == [0, 2]
+
+
+def test_a_hangup_that_was_ignored_stays_ignored(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        executor = KnownExecutor(on_step=lambda step: os.kill(os.getpid(), signal.SIGHUP))
+        assert make_trainer(tmp_path, executor)[0].run()["status"] == "finished"
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_pipe_silences_and_training_goes_on(tmp_path):
+    """The reader leaves after the first line; the exit code is that of a finished run."""
+    program = textwrap.dedent(
+        """
+        import pathlib, sys
+        from rich.console import Console
+        from lazyjax.cli import guarded
+        from lazyjax.training import display, interrupt
+        from tests.training.test_loop import KnownExecutor, make_trainer
+
+        console = Console()
+        display.silence_when_closed(console)
+        print("ready", file=console.file, flush=True)
+        sys.stdin.readline()
+        trainer, _ = make_trainer(pathlib.Path(sys.argv[1]), KnownExecutor(), output=console.file)
+        sys.exit(guarded(lambda: interrupt.exit_status(trainer.run()["reason"])))
+        """
+    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], text=True, **pipes)
+    assert process.stdout.readline() == "ready\n"
+    process.stdout.close()
+    process.stdin.write("go on\n")
+    process.stdin.close()
+    assert (process.stderr.read(), process.wait()) == ("", 0)
+    process.stderr.close()
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
+    assert len(records(tmp_path, "train")) == 4
+
+
+def test_the_summary_is_there_from_the_beginning_and_true(tmp_path):
+    seen = []
+
+    def look(*_):
+        seen.append(json.loads((tmp_path / "summary.json").read_text()))
+
+    def save():
+        look()
+        return tmp_path / "model"
+
+    make_trainer(tmp_path, KnownExecutor(on_step=look), save_model=save)[0].run()
+    look()
+    assert [summary["status"] for summary in seen] == ["running"] * 4 + ["saving", "finished"]
+    # Evaluations bring it up to date: before training, after step 2 and at the end.
+    assert [summary["steps"] for summary in seen] == [0, 0, 2, 2, 4, 4]
+    assert [summary["process"] for summary in seen] == [os.getpid()] * 5 + [None]
+
+
+def test_non_finite_steps_are_recorded_with_the_third_and_the_model_is_saved(tmp_path):
     class Diverging(KnownExecutor):
         def train_step(self, batch, learning_rate):
             result = super().train_step(batch, learning_rate)
+            if sum(name == "train" for name, _ in self.calls) == 1:
+                return result
+            result = dataclasses.replace(result, loss=math.nan, gradient_norm=math.inf, skipped=True)
             if sum(name == "train" for name, _ in self.calls) == 4:
-                raise NonFiniteStepsError("three in a row")
-            return dataclasses.replace(result, loss=float("nan"), gradient_norm=float("inf"), skipped=True)
+                raise NonFiniteStepsError("three in a row", result)
+            return result
 
-    trainer, output = make_trainer(tmp_path, Diverging(), steps=9)
+    trainer, output = make_trainer(tmp_path, Diverging(), steps=9, save_model=lambda: tmp_path / "model")
     with pytest.raises(NonFiniteStepsError):
         trainer.run()
     steps = records(tmp_path, "train")
-    assert len(steps) == 3
-    assert all((step["loss"], step["gradient_norm"], step["skipped"]) == (None, None, True) for step in steps)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert all(
+        (step["loss"], step["gradient_norm"], step["skipped"]) == (None, None, True) for step in steps[1:]
+    )
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["status"], summary["skipped_steps"]) == ("failed", 3)
+    assert (summary["last_loss"], summary["model_folder"]) == (4.0, "model")
     assert "NonFiniteStepsError: three in a row" in summary["reason"]
     assert "SKIPPED" in output.getvalue()
+
+
+def test_a_model_without_room_waits_for_some(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "_ROOM_SECONDS", (0.0, 0.0))
+    tries = []
+
+    def save():
+        tries.append(json.loads((tmp_path / "summary.json").read_text())["status"])
+        if len(tries) < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return tmp_path / "model"
+
+    trainer, output = make_trainer(tmp_path, KnownExecutor(), save_model=save)
+    assert trainer.run()["model_folder"] == "model"
+    assert tries == ["saving"] * 3
+    assert output.getvalue().count("No space left on device); it is tried again") == 2
+
+
+def test_a_model_that_cannot_be_written_fails_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "_ROOM_SECONDS", (0.0,))
+
+    def save():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        make_trainer(tmp_path, KnownExecutor(), save_model=save)[0].run()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["model_folder"], summary["steps"]) == ("failed", None, 4)
+
+
+def test_a_signal_gives_up_waiting_for_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "_ROOM_SECONDS", (600.0,))
+    seen = io.StringIO()
+    waits = threading.Thread(target=lambda: wait_for(seen, "tried again") or send(signal.SIGTERM, seen, "gi"))
+
+    def save():
+        waits.start()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        make_trainer(tmp_path, KnownExecutor(), output=seen, save_model=save)[0].run()
+    waits.join()
+
+
+def test_steps_that_compile_are_told_apart(tmp_path):
+    compiled = []
+
+    def compile_something(step):
+        if step in (1, 3):
+            size = 7 + len(compiled)
+            compiled.append(jax.jit(lambda x: x * 2 + size)(np.ones(size)))
+
+    summary = make_trainer(tmp_path, KnownExecutor(on_step=compile_something))[0].run()
+    steps = records(tmp_path, "train")
+    assert [step["compile_seconds"] > 0 for step in steps] == [True, False, True, False]
+    assert summary["timed_steps"] == 2
+    assert summary["mean_step_seconds"] == pytest.approx(
+        (steps[1]["step_seconds"] + steps[3]["step_seconds"]) / 2
+    )
+    assert summary["compile_seconds"] == pytest.approx(sum(step["compile_seconds"] for step in steps))
 
 
 def test_finished_steps_survive_a_killed_process(tmp_path):
