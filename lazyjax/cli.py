@@ -45,14 +45,22 @@ def profile(arguments: Sequence[str]) -> None:
     default = pathlib.Path("machine.yaml")
     parser.add_argument("--out", type=pathlib.Path, default=default, help="profile to write")
     parser.add_argument("--model", default="Qwen2.5-7B", help="products are timed at this model's shapes")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of products")
     parser.add_argument("--nvme-folder", type=pathlib.Path, help="on the drive that plans may use")
     options = parser.parse_args(list(arguments))
 
-    from lazyjax.models.registry import architecture, build_template
+    from lazyjax.huggingface.find import read_architecture
+    from lazyjax.models.registry import build_template
     from lazyjax.planning.commands.profile import profile_machine
 
-    template = build_template(architecture(options.model))
-    profile_machine(options.out, template, name=options.out.stem, nvme_folder=options.nvme_folder)
+    template = build_template(read_architecture(options.model))
+    profile_machine(
+        options.out,
+        template,
+        name=options.out.stem,
+        compute_dtype=options.dtype,
+        nvme_folder=options.nvme_folder,
+    )
 
 
 def runs(arguments: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """Micro-benchmarks that turn the machine at hand into a hardware profile.
 
-Every figure is the median of repeated runs and carries what was timed as its source. Transfers go
+Every figure is the median of repeated runs and carries what was timed, and how much the runs differed, as
+its source. Transfers go
 the ways that training uses: parameters from a host slab to the device, results from the device
 to pinned host memory. Host updates are timed through functions that the caller passes in,
 because optimizers lie above this package.
@@ -18,6 +19,7 @@ import functools
 import mmap
 import os
 import pathlib
+import re
 import shutil
 import statistics
 import tempfile
@@ -30,12 +32,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from lazyjax.hardware.memory import host_memory_bytes
 from lazyjax.hardware.profile import HardwareProfile
 
 #: Called with the number of elements of a slab; returns a function that updates it once.
 UpdateProbe = Callable[[int], Callable[[], None]]
 
 _USABLE_SHARE = 0.95
+#: In a figure's source, before the share by which its runs differed.
+SPREAD = "spread"
 _BLOCK_BYTES = 16 * 2**20
 
 
@@ -96,34 +101,46 @@ def measure_profile(
     figures: dict[str, Any] = {}
     sources: dict[str, str] = {}
 
-    def note(figure: str, value: Any, how: str) -> None:
+    def note(figure: str, value: Any, how: str, spreads: Sequence[float] = ()) -> None:
         figures[figure] = value
-        sources[figure] = f"measured {when}: {how}"
+        sources[figure] = source(how, spreads)
+
+    def source(how: str, spreads: Sequence[float]) -> str:
+        runs = f"; {SPREAD} {max(spreads):.0%} over {options.repeats} runs" if spreads else ""
+        return f"measured {when}: {how}{runs}"
 
     def matrices() -> None:
-        rate = matmul_flops_per_second(options.shapes, options.compute_dtype, options.repeats)
+        spreads = list[float]()
+        rate = matmul_flops_per_second(
+            options.shapes, options.compute_dtype, options.repeats, observe=spreads.append
+        )
         shapes = ", ".join("x".join(map(str, shape)) for shape in options.shapes[:4])
         how = f"{options.compute_dtype} products and both gradients, {shapes}"
-        note("matmul_flops_per_second", rate, how)
+        note("matmul_flops_per_second", rate, how, spreads)
 
     def bandwidth() -> None:
-        rate = device_bandwidth_bytes_per_second(options.transfer_bytes, options.repeats)
-        note("device_bandwidth_bytes_per_second", rate, "an element-wise pass, reads plus writes")
+        spreads = list[float]()
+        rate = device_bandwidth_bytes_per_second(
+            options.transfer_bytes, options.repeats, observe=spreads.append
+        )
+        note("device_bandwidth_bytes_per_second", rate, "an element-wise pass, reads plus writes", spreads)
 
     def link() -> None:
-        alone = link_rates(options.transfer_bytes, options.repeats)
-        source = "pinned array" if device.platform == "cpu" else "host slab"
-        note("h2d_bytes_per_second", alone.h2d, f"{source} to device, alone")
-        note("d2h_bytes_per_second", alone.d2h, "device to pinned host memory, alone")
-        note("duplex_factor", alone.duplex_factor, "both at once over each alone")
+        spreads = list[float]()
+        alone = link_rates(options.transfer_bytes, options.repeats, observe=spreads.append)
+        start = "pinned array" if device.platform == "cpu" else "host slab"
+        note("h2d_bytes_per_second", alone.h2d, f"{start} to device, alone", spreads[:1])
+        note("d2h_bytes_per_second", alone.d2h, "device to pinned host memory, alone", spreads[1:2])
+        note("duplex_factor", alone.duplex_factor, "both at once over each alone", spreads)
 
     def host() -> None:
         rates = {}
         for optimizer, probe in updates.items():
             update = probe(options.update_elements)
-            rates[optimizer] = options.update_elements / median_seconds(update, options.repeats)
-            sources[f"host_update_parameters_per_second.{optimizer}"] = (
-                f"measured {when}: updates of {options.update_elements} parameters on all usable CPUs"
+            seconds, spread = timing(update, options.repeats)
+            rates[optimizer] = options.update_elements / seconds
+            sources[f"host_update_parameters_per_second.{optimizer}"] = source(
+                f"updates of {options.update_elements} parameters on all usable CPUs", [spread]
             )
         figures["host_update_parameters_per_second"] = rates
 
@@ -166,18 +183,47 @@ def device_label(device: jax.Device) -> str:
     return f"{names[0] if names else 'CPU'}, {len(names) or os.cpu_count()} CPUs"
 
 
-def median_seconds(run: Callable[[], Any], repeats: int) -> float:
-    """Median wall seconds of `run`, after one run that does not count."""
+#: Gets the spread of everything that is timed for one figure.
+Observer = Callable[[float], None]
+
+
+def _unobserved(spread: float) -> None:
+    """Nobody asks."""
+
+
+class Timing(NamedTuple):
+    """Median wall seconds, and (longest - shortest) / median of what was timed."""
+
+    seconds: float
+    spread: float
+
+
+def timing(run: Callable[[], Any], repeats: int) -> Timing:
+    """Times `run`, after one run that does not count."""
     jax.block_until_ready(run())
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         jax.block_until_ready(run())
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    median = statistics.median(seconds)
+    return Timing(median, (max(seconds) - min(seconds)) / median if median else 0.0)
 
 
-def matmul_flops_per_second(shapes: Sequence[MatrixShape], dtype: str, repeats: int = 5) -> float:
+def spread_of(source: str) -> float | None:
+    """The spread that a figure's source states; None for a figure that was not timed."""
+    found = re.search(rf"; {SPREAD} (\d+)%", source)
+    return int(found.group(1)) / 100 if found else None
+
+
+def median_seconds(run: Callable[[], Any], repeats: int) -> float:
+    """The seconds of `timing`."""
+    return timing(run, repeats).seconds
+
+
+def matmul_flops_per_second(
+    shapes: Sequence[MatrixShape], dtype: str, repeats: int = 5, *, observe: Observer = _unobserved
+) -> float:
     """FLOPs over seconds of the products x W, dy W^T and x^T dy of all `shapes`."""
 
     @jax.jit
@@ -198,15 +244,21 @@ def matmul_flops_per_second(shapes: Sequence[MatrixShape], dtype: str, repeats: 
         w = jnp.ones((shape.inner, shape.columns), dtype)
         dy = jnp.ones((shape.rows, shape.columns), dtype)
         for product, left, right in ((forward, x, w), (input_gradient, dy, w), (weight_gradient, x, dy)):
-            seconds += median_seconds(functools.partial(product, left, right), repeats)
+            median, spread = timing(functools.partial(product, left, right), repeats)
+            observe(spread)
+            seconds += median
             flops += shape.flops
     return flops / seconds
 
 
-def device_bandwidth_bytes_per_second(array_bytes: int, repeats: int = 5) -> float:
+def device_bandwidth_bytes_per_second(
+    array_bytes: int, repeats: int = 5, *, observe: Observer = _unobserved
+) -> float:
     """Bytes read and written by y = x + 1."""
     x = jnp.zeros(array_bytes // 4, jnp.float32)
-    return 2 * x.nbytes / median_seconds(lambda: _increment(x), repeats)
+    seconds, spread = timing(lambda: _increment(x), repeats)
+    observe(spread)
+    return 2 * x.nbytes / seconds
 
 
 @jax.jit
@@ -222,7 +274,7 @@ class LinkRates(NamedTuple):
     duplex_factor: float
 
 
-def link_rates(transfer_bytes: int, repeats: int = 5) -> LinkRates:
+def link_rates(transfer_bytes: int, repeats: int = 5, *, observe: Observer = _unobserved) -> LinkRates:
     """Rates of the host link, of transfers of `transfer_bytes`."""
     device = jax.devices()[0]
     there = SingleDeviceSharding(device)
@@ -239,9 +291,11 @@ def link_rates(transfer_bytes: int, repeats: int = 5) -> LinkRates:
     def down() -> jax.Array:
         return jax.device_put(result, here)
 
-    h2d = transfer_bytes / median_seconds(up, repeats)
-    d2h = transfer_bytes / median_seconds(down, repeats)
-    both = 2 * transfer_bytes / median_seconds(lambda: (up(), down()), repeats)
+    timings = [timing(run, repeats) for run in (up, down, lambda: (up(), down()))]
+    for _, spread in timings:
+        observe(spread)
+    h2d, d2h = (transfer_bytes / timed.seconds for timed in timings[:2])
+    both = 2 * transfer_bytes / timings[2].seconds
     return LinkRates(h2d, d2h, min(1.0, both / (h2d + d2h)))
 
 
@@ -296,20 +350,6 @@ def _opened(path: pathlib.Path, flags: int) -> Iterator[tuple[int, bool]]:
         yield file, not direct
     finally:
         os.close(file)
-
-
-def host_memory_bytes() -> int:
-    """Memory that a process can still get: what is available, within the control group's limit."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    meminfo = pathlib.Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                total = int(line.split()[1]) * 1024
-    limit = pathlib.Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        total = min(total, int(text))
-    return total
 
 
 def _capacities(device: jax.Device) -> dict[str, tuple[int, str]]:

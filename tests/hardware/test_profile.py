@@ -20,9 +20,7 @@ def test_preset_states_a_source_for_every_figure(name: str) -> None:
     profile = load_profile(name)
     assert profile.name == name
     assert set(profile.sources) == profile.figure_names()
-    assert all(
-        source.startswith(("paper", "datasheet", "assumption")) for source in profile.sources.values()
-    )
+    assert all(source.startswith(("paper", "datasheet", "assumption")) for source in profile.sources.values())
     assert {"hybrid8bit", "fp32_adamw"} <= set(profile.host_update_parameters_per_second)
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
 import tempfile
 from collections.abc import Sequence
 
 import jax
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lazyjax.hardware.measure import MeasureOptions, measure_profile
+from lazyjax.hardware.measure import SPREAD, MeasureOptions, measure_profile, spread_of
 from lazyjax.hardware.profile import HardwareProfile, ProfileError, dump_profile
 from lazyjax.models.template import ModelTemplate
-from lazyjax.optim.make import OPTIMIZERS
+from lazyjax.optim.make import OPTIMIZERS, usable_cpus
 from lazyjax.planning.costs.probes import block_shapes, update_probe
 
 
@@ -59,6 +61,7 @@ def profile_machine(
     if nvme_folder is not None:
         _check_nvme_folder(nvme_folder, options.nvme_bytes)
     probes = {optimizer: update_probe(optimizer) for optimizer in optimizers}
+    load = os.getloadavg()[0]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("measuring")
@@ -69,7 +72,10 @@ def profile_machine(
         profile = measure_profile(name, options, probes, progress=progress)
     output.write_text(dump_profile(profile))
     console.print(profile_table(profile))
-    console.print(f"written to {output}; use it with --hardware {output}")
+    warning = doubts(profile, load, usable_cpus())
+    if warning is not None:
+        console.print(warning, style="yellow", highlight=False)
+    console.print(f"written to {output}; use it with --hardware {output}", highlight=False, soft_wrap=True)
     return profile
 
 
@@ -99,17 +105,67 @@ def _check_nvme_folder(folder: pathlib.Path, size: int) -> None:
         raise ProfileError(f"NVMe folder {folder}: measuring takes {size} bytes, {free} are free")
 
 
+#: Runs of one figure that differ by more than this were disturbed.
+_UNSTEADY = 0.25
+#: What a figure of a profile is called on the screen; rates of updates are named by their optimizer.
+_WORDS = {
+    "matmul_flops_per_second": "matrix products",
+    "device_bandwidth_bytes_per_second": "device memory",
+    "h2d_bytes_per_second": "host to device",
+    "d2h_bytes_per_second": "device to host",
+    "duplex_factor": "both ways at once",
+    "host_update_parameters_per_second": "update",
+    "nvme_read_bytes_per_second": "NVMe read",
+    "nvme_write_bytes_per_second": "NVMe write",
+    "interconnect_bytes_per_second": "between devices",
+    "device_total_bytes": "device has",
+    "device_bytes": "a plan may use",
+    "host_bytes": "of the host",
+    "nvme_bytes": "of NVMe",
+    "devices": "devices",
+}
+
+
 def profile_table(profile: HardwareProfile) -> Table:
-    """Every figure with its source."""
-    table = Table(title=f"{profile.name}: {profile.device}")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
+    """Every figure with its spread and its source; fits 80 columns without cutting a name."""
+    table = Table(title=f"{profile.name}: {profile.device}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.padding = (0, 1, 0, 0)
+    table.add_column("figure", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("spread", justify="right", no_wrap=True)
     table.add_column("source")
-    for figure in sorted(profile.figure_names()):
-        head, _, kind = figure.partition(".")
+    order = list(_WORDS)
+    figures = sorted(
+        profile.figure_names(), key=lambda figure: (order.index(figure.partition(".")[0]), figure)
+    )
+    for figure in figures:
+        head, _, optimizer = figure.partition(".")
         value = getattr(profile, head)
-        table.add_row(figure, _readable(value[kind] if kind else value, head), profile.sources[figure])
+        spread = spread_of(profile.sources[figure])
+        table.add_row(
+            f"{_WORDS[head]} {optimizer}".rstrip(),
+            _readable(value[optimizer] if optimizer else value, head),
+            "" if spread is None else f"{spread:.0%}",
+            profile.sources[figure].partition(f"; {SPREAD}")[0],
+        )
     return table
+
+
+def doubts(profile: HardwareProfile, load: float, cpus: int) -> str | None:
+    """Why the figures of a measured profile may be too low; None where nothing speaks for it.
+
+    Args:
+        load: how many processes wanted to run when measuring began (the average over a minute).
+        cpus: that this process may use.
+    """
+    spreads = {figure: spread_of(source) for figure, source in profile.sources.items()}
+    unsteady = [figure for figure, spread in spreads.items() if spread is not None and spread > _UNSTEADY]
+    busy = f"load {load:.1f} on {cpus} CPU(s)" if load > 1 + 0.1 * cpus else ""
+    if not busy and not unsteady:
+        return None
+    varies = f"{len(unsteady)} figure(s) vary by more than {_UNSTEADY:.0%}" if unsteady else ""
+    why = "; ".join(words for words in (busy, varies) if words)
+    return f"The machine seems busy ({why}): figures may be too low; measure again when it is quiet."
 
 
 def _readable(value: float | int, figure: str) -> str:
@@ -118,5 +174,5 @@ def _readable(value: float | int, figure: str) -> str:
     if figure == "matmul_flops_per_second":
         return f"{value / 1e12:.3g} TFLOPS"
     if figure == "host_update_parameters_per_second":
-        return f"{value / 1e9:.3g} G parameters/s"
+        return f"{value / 1e9:.3g} G param/s"
     return f"{value / 1e9:.4g} GB" + ("/s" if figure.endswith("per_second") else "")
