@@ -18,7 +18,7 @@ from lazyjax.planning.plan.document import Plan, PlanError, load_plan, validate_
 from lazyjax.planning.planner.question import Request
 from lazyjax.planning.planner.service import solve_cached, verify_for
 from lazyjax.planning.program.verify import VerificationError, verify
-from lazyjax.training.calibration import CALIBRATE, make_request
+from lazyjax.training.calibration import AUTO, CALIBRATE, make_request
 from lazyjax.training.status import say
 
 
