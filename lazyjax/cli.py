@@ -70,8 +70,21 @@ def runs(arguments: Sequence[str]) -> None:
     runs_command(arguments)
 
 
+def inspect_data(arguments: Sequence[str]) -> None:
+    """Show what training makes of data: lazyjax inspect-data [CONFIG.yaml] [--model FOLDER] [--data FILE]."""
+    from lazyjax.data.inspection import inspect_command
+
+    inspect_command(arguments)
+
+
 #: Imported inside each command: `lazyjax --help` must not wait for JAX.
-COMMANDS: Mapping[str, Command] = {"train": train, "plan": plan, "profile": profile, "runs": runs}
+COMMANDS: Mapping[str, Command] = {
+    "train": train,
+    "plan": plan,
+    "profile": profile,
+    "runs": runs,
+    "inspect-data": inspect_data,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """The subcommands, one line each."""
-    lines = [f"    {name:<10}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
+    lines = [f"    {name:<14}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
     options = "    --debug   show where an error came from"
     return "\n".join(["usage: lazyjax COMMAND [ARGUMENTS]; lazyjax COMMAND --help", *lines, options])
 

@@ -39,6 +39,8 @@ def join(parts: Sequence[TokenizedRows]) -> TokenizedRows:
         bad=sum(part.bad for part in parts),
         reasons=tuple(reason for part in parts for reason in part.reasons),
         unused=tuple(sorted({column for part in parts for column in part.unused})),
+        drops=tuple(reason for part in parts for reason in part.drops),
+        full_lengths_K=np.concatenate([part.full_lengths_K for part in parts]),
     )
 
 

@@ -39,7 +39,7 @@ _CHUNK_ROWS = 1000
 #: Reasons that are kept in words; all are counted.
 _MOST_REASONS = 100
 #: Counts changes of what is kept in a cache file, or of how rows become tokens.
-_FORMAT = "2"
+_FORMAT = "3"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,6 +58,8 @@ class TokenizedRows:
         bad: rows skipped because they could not be read or written.
         reasons: what was wrong with the first of them, each named.
         unused: columns of the source that nothing reads.
+        drops: why the first of the dropped rows were, each named.
+        full_lengths_K: tokens of each of the K rows that could be written, before any was cut or dropped.
     """
 
     tokens_N: Int32[np.ndarray, " N"]
@@ -70,6 +72,10 @@ class TokenizedRows:
     bad: int = 0
     reasons: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    drops: tuple[str, ...] = ()
+    full_lengths_K: Int64[np.ndarray, " K"] = dataclasses.field(
+        default_factory=lambda: np.zeros(0, np.int64)
+    )
 
     def __len__(self) -> int:
         return len(self.source_R)
@@ -190,6 +196,8 @@ class _Tokenizing:
         self._numbers: list[int] = []
         self._truncated = self._dropped = self._bad = 0
         self._reasons: list[str] = []
+        self._drops: list[str] = []
+        self._full_lengths: list[int] = []
 
     def run(self, progress: Callable[[int], None] | None) -> TokenizedRows:
         """Reads everything."""
@@ -218,6 +226,8 @@ class _Tokenizing:
             bad=self._bad,
             reasons=tuple(self._reasons),
             unused=tuple(sorted(unused)),
+            drops=tuple(self._drops),
+            full_lengths_K=np.asarray(self._full_lengths, np.int64),
         )
 
     def _add(self, chunk: Iterable[tuple[int, Row | BadRow]]) -> None:
@@ -229,7 +239,7 @@ class _Tokenizing:
                 rendered.append((number, row, self._render(number, row)))
             except DataError as error:
                 if self._bad_rows == "error":
-                    raise
+                    raise DataError(f"{error} (data.bad_rows skip leaves such rows out)") from error
                 self._bad += 1
                 if len(self._reasons) < _MOST_REASONS:
                     self._reasons.append(str(error))
@@ -253,13 +263,15 @@ class _Tokenizing:
 
     def _fit(self, number: int, row: Row, one: chat.Encoded) -> list[chat.Encoded]:
         """What is kept of an encoded row, and notes of which row it is."""
-        over = len(one.tokens_T) > self._limit
+        length = len(one.tokens_T)
+        self._full_lengths.append(length)
+        over = length > self._limit
         if over and self._too_long == "error":
             raise DataError(
-                f"{self._source.name}, row {number + 1}: {len(one.tokens_T)} tokens, but a sequence holds "
+                f"{self._source.name}, row {number + 1}: {length} tokens, but a sequence holds "
                 f"{self._limit}; shorten the row, raise sequence_length, or set too_long to truncate or drop"
             )
-        starts = range(0, len(one.tokens_T), self._limit) if row.text is not None else (0,)
+        starts = range(0, length, self._limit) if row.text is not None else (0,)
         pieces = [
             chat.Encoded(
                 one.tokens_T[start : start + self._limit], one.response_T[start : start + self._limit]
@@ -270,6 +282,10 @@ class _Tokenizing:
         pieces = [piece for piece in pieces if piece.response_T[1:].any()]
         if not pieces or (over and self._too_long == "drop"):
             self._dropped += 1
+            if len(self._drops) < _MOST_REASONS:
+                why = f"no response within {self._limit}" if over else "no token to learn from"
+                why = f"over {self._limit}" if over and self._too_long == "drop" else why
+                self._drops.append(f"{self._source.name}, row {number + 1}: {length} tokens, {why}")
             return []
         self._truncated += over and row.text is None
         self._numbers.extend([number] * len(pieces))
@@ -306,6 +322,8 @@ def _load(path: pathlib.Path) -> TokenizedRows | None:
                 bad=int(file["bad"]),
                 reasons=tuple(map(str, file["reasons"])),
                 unused=tuple(map(str, file["unused"])),
+                drops=tuple(map(str, file["drops"])),
+                full_lengths_K=file["full_lengths_K"],
             )
     # EOFError: an empty file. TypeError: arrays of other types or shapes than annotated.
     except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile, zlib.error):
