@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 import math
 from collections.abc import Iterable
 
@@ -88,7 +89,8 @@ class LayerSpec:
 class ModelSpec:
     """A whole model as an ordered list of layers: embed, blocks, head.
 
-    `tied` means that the head multiplies by the embedding table and owns none itself.
+    `tied` means that the head multiplies by the embedding table and owns none itself; `heads` is what no
+    shape tells: attention heads, key/value heads, and a head's size.
     """
 
     name: str
@@ -97,6 +99,14 @@ class ModelSpec:
     vocabulary_size: int
     tied: bool
     layers: tuple[LayerSpec, ...]
+    heads: tuple[int, ...] = ()
+
+    @property
+    def architecture(self) -> str:
+        """A short digest of everything that a plan depends on; names of models and folders do not count."""
+        layers = [(layer.kind, [(t.name, t.shape) for t in layer.parameters]) for layer in self.layers]
+        facts = (self.family, self.hidden_size, self.vocabulary_size, self.tied, self.heads, layers)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     @property
     def parameter_count(self) -> int:

@@ -92,6 +92,7 @@ def build_template(config: Architecture) -> ModelTemplate:
         vocabulary_size=config.vocab_size,
         tied=config.tie_word_embeddings,
         layers=tuple(layers),
+        heads=(config.num_attention_heads, config.num_key_value_heads, config.head_dim),
     )
     table = ParameterRef(0, 0) if config.tie_word_embeddings else ParameterRef(len(layers) - 1, 1)
     return ModelTemplate(config, spec, types.MappingProxyType(kinds), table)

@@ -1,7 +1,8 @@
 """The planner's question for the machine that a configuration names, or for this one, measured.
 
 With `plan.hardware` set to `calibrate` the machine's rates are measured and kernels are timed on it, of
-the smallest and the largest microbatches; those between follow (`lazyjax.training.timed_costs`).
+the smallest and the largest microbatches; those between follow (`lazyjax.training.timed_costs`). With
+`auto`, kernels are timed where that takes about a minute at most; else rates have to do.
 """
 
 from __future__ import annotations
@@ -22,13 +23,20 @@ from lazyjax.planning.costs.probes import block_shapes, update_probe
 from lazyjax.planning.costs.seconds import Costs, template_costs
 from lazyjax.planning.planner.question import Request
 from lazyjax.planning.planner.request import build_request
-from lazyjax.training.status import stage
-from lazyjax.training.timed_costs import time_kernels, timed_costs, timed_rows
+from lazyjax.training.status import say, stage
+from lazyjax.training.timed_costs import (
+    kernel_bytes,
+    time_kernels,
+    timed_costs,
+    timed_rows,
+    timing_seconds,
+)
 
 #: Value of `plan.hardware` that stands for measuring the machine when training starts.
 CALIBRATE = "calibrate"
-#: The same, where timing the model's kernels takes seconds only.
+#: The same, where timing the model's kernels takes no longer than `_AUTO_SECONDS`.
 AUTO = "auto"
+_AUTO_SECONDS = 60.0
 
 
 def make_request(
@@ -122,8 +130,22 @@ def _timed_costs(
         gradient_dtype=config.optimizer.gradient_dtype,
     )
     rows = config.data.rows
-    sizes = timed_rows(rows, microbatches=microbatches, devices=config.plan.devices)
+    capacity = config.plan.device_bytes or profile.device_bytes
+    sizes = timed_rows(
+        rows,
+        microbatches=microbatches,
+        devices=config.plan.devices,
+        fits=lambda size: kernel_bytes(predicted(size)) <= capacity,
+    )
     words = " and ".join(map(str, sizes))
+    expected = timing_seconds(predicted, template, sizes, rows=rows)
+    if config.plan.hardware == AUTO and expected > _AUTO_SECONDS:
+        say(
+            console,
+            f"timing this model's kernels would take about {expected:.0f} s: their times follow from the "
+            "rates of this machine instead (plan.hardware calibrate times them all the same)",
+        )
+        return predicted
     with stage(console, f"calibrating: timing kernels of microbatches of {words} rows") as advance:
         timed = time_kernels(predicted, kernels, sizes, rows=rows, advance=advance)
 

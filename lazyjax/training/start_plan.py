@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rich.console import Console
 
 from lazyjax.config import Config
 from lazyjax.execution.kernels import Kernels
+from lazyjax.hardware.profile import load_profile
 from lazyjax.models.template import ModelTemplate
 from lazyjax.planning.costs.sizes import model_sizes
 from lazyjax.planning.plan import cache
 from lazyjax.planning.plan.baselines import BASELINES, without_nvme
-from lazyjax.planning.plan.document import Plan, PlanError, load_plan, validate_plan
+from lazyjax.planning.plan.document import Plan, PlanError, check_made_for, load_plan, validate_plan
 from lazyjax.planning.planner.question import Request
 from lazyjax.planning.planner.service import solve_cached, verify_for
 from lazyjax.planning.program.verify import VerificationError, verify
@@ -60,14 +61,9 @@ def choose(
         _check_runs(plan, config, template, names)
         return Choice(plan, request)
     if config.plan.file is not None:
-        plan = load_plan(config.plan.file)
-        for key, value in batch.items():
-            if getattr(plan, key) != value:
-                raise PlanError(
-                    f"{config.plan.file}: {key} is {getattr(plan, key)}, but data.{key} is {value}"
-                )
+        plan = _load(config, batch)
     else:
-        plan = BASELINES[config.plan.planner](template.spec, names, **batch, **given)
+        plan = BASELINES[config.plan.planner](template.spec, names, **batch, **given, **_made_for(config))
         if config.plan.nvme_folder is None:
             plan = without_nvme(plan)
     _check_runs(plan, config, template, names)
@@ -77,9 +73,41 @@ def choose(
     return Choice(plan, make_request(config, template, kernels, console, microbatches=plan.microbatches))
 
 
+def _made_for(config: Config) -> dict[str, str]:
+    """What a plan of this run records: its fields, and so the keys that another must agree with."""
+    return {
+        "optimizer": config.optimizer.name,
+        "compute_dtype": config.model.compute_dtype,
+        "gradient_dtype": config.optimizer.gradient_dtype,
+    }
+
+
+def _load(config: Config, batch: Mapping[str, int]) -> Plan:
+    """The plan in `plan.file`, if it was made for what this run is.
+
+    Raises:
+        PlanError: it was made for another batch, optimizer, dtype or profile; the key is named.
+    """
+    path = config.plan.file
+    assert path is not None
+    plan = load_plan(path)
+    for key, value in batch.items():
+        if getattr(plan, key) != value:
+            raise PlanError(f"{path}: {key} is {getattr(plan, key)}, but data.{key} is {value}")
+    asked = _made_for(config)
+    hardware = config.plan.hardware
+    if hardware not in (AUTO, CALIBRATE):
+        asked["hardware"] = load_profile(hardware).name
+    check_made_for(plan, asked, str(path))
+    return plan
+
+
 def _check_runs(plan: Plan, config: Config, template: ModelTemplate, names: Sequence[Sequence[str]]) -> None:
     """Whether the plan is one of this model and has the drive and the devices that it needs."""
-    validate_plan(plan, template.spec, names)
+    try:
+        validate_plan(plan, template.spec, names)
+    except PlanError as error:
+        raise PlanError(f"{config.plan.file}: {error}" if config.plan.file else str(error)) from error
     if plan != without_nvme(plan) and config.plan.nvme_folder is None:
         raise PlanError(f"{config.plan.file}: the plan uses NVMe; set plan.nvme_folder to a folder there")
     rows, devices = plan.microbatch_rows, config.plan.devices

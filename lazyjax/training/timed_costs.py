@@ -23,6 +23,7 @@ import jax
 
 from lazyjax.execution.calibrate import Calibration, calibrate
 from lazyjax.execution.kernels import Kernels
+from lazyjax.models.template import ModelTemplate
 from lazyjax.planning.costs.seconds import Costs, MeasuredKey, measured_key
 from lazyjax.planning.plan.baselines import keep_all, recompute_all
 from lazyjax.planning.planner.question import microbatch_counts
@@ -33,12 +34,73 @@ from lazyjax.training.status import Advance
 _Group = tuple[str, Action, tuple[str, ...]]
 
 
-def timed_rows(rows: int, *, microbatches: int | None = None, devices: int = 1) -> tuple[int, ...]:
-    """Microbatch sizes to time for a batch of `rows`: the only one, or the smallest and the largest."""
+#: Calls of a kernel while it is timed: one that compiles, three repeats of two.
+_CALLS = 7
+#: Seconds for compiling one kernel, roughly.
+_COMPILE_SECONDS = 1.5
+
+
+def timed_rows(
+    rows: int,
+    *,
+    microbatches: int | None = None,
+    devices: int = 1,
+    fits: Callable[[int], bool] = lambda size: True,
+) -> tuple[int, ...]:
+    """Microbatch sizes to time for a batch of `rows`: the only one, or the smallest and the largest.
+
+    Args:
+        fits: whether the kernels of microbatches of a size can be called at all; larger ones than that
+            cannot be in a plan either.
+    """
     if microbatches is not None:
         return (-(-rows // microbatches),)
-    sizes = [-(-rows // count) for count in microbatch_counts(rows, devices)]
-    return tuple(sorted({min(sizes), max(sizes)}))
+    sizes = sorted({-(-rows // count) for count in microbatch_counts(rows, devices)})
+    largest = next((size for size in reversed(sizes) if fits(size)), sizes[0])
+    return tuple(sorted({sizes[0], largest}))
+
+
+def kernel_bytes(costs: Costs) -> int:
+    """Device bytes of the largest kernel call that is timed, with operands and results."""
+    layers = costs.sizes.layers
+    most = 0
+    for index, layer in enumerate(layers):
+        action = Action.LOSS if index == len(layers) - 1 else Action.BACKWARD
+        names = tuple(layer.residual_bytes)
+        operands = layer.parameter_bytes + layer.accumulator_bytes + layer.gradient_bytes
+        activations = 4 * max(size.input_bytes for size in layers) + sum(layer.residual_bytes.values())
+        most = max(most, operands + activations + costs.working_bytes(action, index, names))
+    return most
+
+
+def timing_seconds(
+    predicted: Callable[[int], Costs], template: ModelTemplate, sizes: Sequence[int], *, rows: int
+) -> float:
+    """About how long `time_kernels` takes: compiling, and calls as long as the rates say."""
+    return sum(
+        _COMPILE_SECONDS + _CALLS * predicted(size).operation_seconds(operation)
+        for size, by_key in _operations(predicted, template, sizes, rows).items()
+        for key, operation in by_key.items()
+        if not _follows(key)
+    )
+
+
+def _operations(
+    predicted: Callable[[int], Costs], template: ModelTemplate, sizes: Sequence[int], rows: int
+) -> dict[int, dict[MeasuredKey, Operation]]:
+    """Rows of a microbatch -> kernel -> an operation that calls it, of two opposite plans."""
+    names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
+    operations: dict[int, dict[MeasuredKey, Operation]] = {}
+    for size in sizes:
+        costs = predicted(size)
+        batch = {"rows": rows, "sequence_length": costs.sequence_length, "microbatches": -(-rows // size)}
+        operations[size] = {
+            measured_key(operation, template.spec): operation
+            for planner in (recompute_all, keep_all)
+            for operation in build_schedule(planner(template.spec, names, **batch), costs.sizes).operations
+            if operation.action in COMPUTE_ACTIONS
+        }
+    return operations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,18 +127,7 @@ def time_kernels(
         sizes: rows of the microbatches to time.
         rows: of the batch.
     """
-    template = kernels.template
-    names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
-    operations: dict[int, dict[MeasuredKey, Operation]] = {}
-    for size in sizes:
-        costs = predicted(size)
-        batch = {"rows": rows, "sequence_length": costs.sequence_length, "microbatches": -(-rows // size)}
-        operations[size] = {
-            measured_key(operation, template.spec): operation
-            for planner in (recompute_all, keep_all)
-            for operation in build_schedule(planner(template.spec, names, **batch), costs.sizes).operations
-            if operation.action in COMPUTE_ACTIONS
-        }
+    operations = _operations(predicted, kernels.template, sizes, rows)
     total, done = sum(not _follows(key) for by_key in operations.values() for key in by_key), 0
     timed = []
     for size, by_key in operations.items():

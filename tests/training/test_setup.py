@@ -178,6 +178,9 @@ def test_a_plan_file_decides_and_must_fit_the_batch(small, tmp_path):
     assert choose_plan(small(plan__file=tmp_path / "plan.json"), template) == plan
     with pytest.raises(PlanError, match=r"rows is 4, but data\.rows is 8"):
         choose_plan(small(plan__file=tmp_path / "plan.json", data__rows=8), template)
+    for words in ({"optimizer__name": "hybrid8bit"}, {"optimizer__gradient_dtype": "bfloat16"}):
+        with pytest.raises(PlanError, match=r"plan\.json: made for (optimizer fp32|gradient_dtype float32)"):
+            choose_plan(small(plan__file=tmp_path / "plan.json", **words), template)
     layers = list(plan.layers)
     layers[2] = layers[2].model_copy(update={"boundary": Boundary.NVME})
     plan.model_copy(update={"layers": tuple(layers)}).save(tmp_path / "nvme.json")

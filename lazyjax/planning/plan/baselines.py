@@ -103,4 +103,5 @@ def without_nvme(plan: Plan) -> Plan:
 
 
 def _plan(spec: ModelSpec, planner: str, layers: Sequence[LayerPlan], **batch: Any) -> Plan:
-    return Plan(model=spec.name, planner=planner, layers=tuple(layers), **batch)
+    made_for = {"model": spec.name, "architecture": spec.architecture}
+    return Plan(**made_for, planner=planner, layers=tuple(layers), **batch)

@@ -23,6 +23,10 @@ from lazyjax.specs import ModelSpec, Tier
 PLAN_VERSION: Literal[2] = 2
 
 
+#: Fields of a plan that say what it was made for, besides the machine.
+MADE_FOR = ("architecture", "optimizer", "compute_dtype", "gradient_dtype")
+
+
 class PlanError(ValueError):
     """A plan that cannot be read or does not fit the model; the message names the key."""
 
@@ -95,10 +99,20 @@ class Plan(_Model):
             last layer of the segment, whose output nobody uses (what MegaTrain does).
         update: `deferred` runs the host update under the next step's forward pass; `immediate`
             finishes it before the step ends.
+        model: the name of the model it was made with; any of the same `architecture` can run it.
+        architecture: `ModelSpec.architecture`.
+        optimizer, compute_dtype, gradient_dtype: which its sizes and times are for.
+        hardware, device: profile that its times come from, and what that says the device is.
     """
 
     version: Literal[2] = PLAN_VERSION
     model: str
+    architecture: str | None = None
+    optimizer: str | None = None
+    compute_dtype: str | None = None
+    gradient_dtype: str | None = None
+    hardware: str | None = None
+    device: str | None = None
     planner: str
     rows: int = pydantic.Field(ge=1)
     sequence_length: int = pydantic.Field(ge=1)
@@ -123,8 +137,8 @@ class Plan(_Model):
         return self.microbatches * self.microbatch_rows
 
     def fingerprint(self) -> str:
-        """A short digest of the decisions (not of the prediction)."""
-        decisions = self.model_dump(mode="json", exclude={"prediction"})
+        """A short digest of the decisions (not of the prediction, nor of what it was made for)."""
+        decisions = self.model_dump(mode="json", exclude={"prediction", *MADE_FOR, "hardware", "device"})
         return hashlib.sha256(json.dumps(decisions, sort_keys=True).encode()).hexdigest()[:12]
 
     def save(self, path: pathlib.Path) -> None:
@@ -155,6 +169,22 @@ def load_plan(path: pathlib.Path) -> Plan:
         raise PlanError(f"plan {path}: {key}: {first['msg']}") from error
 
 
+def check_made_for(plan: Plan, asked: Mapping[str, str], where: str) -> None:
+    """Checks that a plan was made for what it is going to run with.
+
+    Args:
+        asked: field of the plan -> what is asked for.
+        where: names the plan in the message.
+
+    Raises:
+        PlanError: naming the field and both values. What a plan does not say is not checked.
+    """
+    for field, value in asked.items():
+        known = getattr(plan, field)
+        if known is not None and known != value:
+            raise PlanError(f"{where}: made for {field} {known}, but {value} is asked for")
+
+
 def leaves_one_empty(rows: int, microbatches: int) -> bool:
     """Whether equal microbatches that hold `rows` in all would leave the last without a row."""
     return rows <= (microbatches - 1) * -(-rows // microbatches)
@@ -169,8 +199,8 @@ def validate_plan(plan: Plan, spec: ModelSpec, residual_names: Sequence[Sequence
     Raises:
         PlanError: naming the first key that does not fit.
     """
-    if plan.model != spec.name:
-        raise PlanError(f"model: the plan is for {plan.model!r}, the model is {spec.name!r}")
+    if plan.architecture not in (None, spec.architecture):
+        raise PlanError(f"architecture: the plan is for another than {spec.name}'s (made with {plan.model})")
     if len(plan.layers) != len(spec.layers):
         raise PlanError(f"layers: {len(plan.layers)} entries, the model has {len(spec.layers)}")
     if leaves_one_empty(plan.rows, plan.microbatches):

@@ -65,6 +65,7 @@ class Request:
         microbatches, prefetch, backward_prefetch, interlayer_home, update: fixed where given.
         devices: that share every batch and slab; sizes are those of one.
         identity: digest of model and costs, for the cache.
+        made_for: what a plan records of all this (see `Plan`).
     """
 
     spec: ModelSpec
@@ -81,6 +82,7 @@ class Request:
     update: Update | None = None
     devices: int = 1
     identity: str = ""
+    made_for: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Checks the batch.
@@ -146,7 +148,8 @@ def settings_of(request: Request) -> list[Plan]:
     layers = tuple(LayerPlan() for _ in request.spec.layers)
     return [
         Plan(
-            model=request.spec.name, planner="milp", rows=request.rows,
+            model=request.spec.name, architecture=request.spec.architecture, **request.made_for,
+            planner="milp", rows=request.rows,
             sequence_length=request.sequence_length, microbatches=count, prefetch=forward,
             backward_prefetch=backward, reload_ahead=min(2, count), interlayer_home=interlayer_home,
             update=update, layers=layers,

@@ -81,6 +81,13 @@ def build_request(
         static_host_bytes=static_host_bytes(spec, gradient_dtype=gradient_dtype, devices=devices) // devices,
         devices=devices,
         identity=content_key(facts),
+        made_for={
+            "optimizer": optimizer,
+            "compute_dtype": compute_dtype,
+            "gradient_dtype": gradient_dtype,
+            "hardware": profile.name,
+            "device": profile.device,
+        },
     )
 
 

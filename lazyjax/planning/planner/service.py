@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 
@@ -133,7 +134,8 @@ def verify_for(request: Request, plan: Plan) -> Verification:
 def baseline_plans(request: Request) -> dict[str, Plan]:
     """Every baseline for the request's batch, whole batch at once."""
     names = residual_names(request)
-    batch = {"rows": request.rows, "sequence_length": request.sequence_length}
+    batch: dict[str, Any] = {"rows": request.rows, "sequence_length": request.sequence_length}
+    batch |= request.made_for
     plans = {name: baseline(request.spec, names, **batch) for name, baseline in BASELINES.items()}
     if not request.capacity[Tier.NVME]:
         plans = {name: without_nvme(plan) for name, plan in plans.items()}
