@@ -39,9 +39,9 @@ def plan(arguments: Sequence[str]) -> None:
 
 def profile(arguments: Sequence[str]) -> None:
     """Measure this machine: lazyjax profile [--out FILE.yaml] [--model NAME] [--nvme-folder FOLDER]."""
-    import argparse
+    from lazyjax.config.arguments import Parser
 
-    parser = argparse.ArgumentParser(prog="lazyjax profile", description="Measures this machine.")
+    parser = Parser(prog="lazyjax profile", description="Measures this machine.")
     default = pathlib.Path("machine.yaml")
     parser.add_argument("--out", type=pathlib.Path, default=default, help="profile to write")
     parser.add_argument("--model", default="Qwen2.5-7B", help="products are timed at this model's shapes")

@@ -1,9 +1,23 @@
 """Every screen, as recorded in golden/screens (see tests/screens.py)."""
 
+import dataclasses
+import json
+import math
+
 import pytest
 
-from lazyjax.hardware.profile import HardwareProfile
+from lazyjax.hardware.profile import HardwareProfile, load_profile
+from lazyjax.models.registry import architecture, build_template
 from lazyjax.planning.commands.profile import doubts, profile_table
+from lazyjax.planning.commands.report import comparison_row, plan_report
+from lazyjax.planning.commands.sentences import digits
+from lazyjax.planning.plan.document import Prediction
+from lazyjax.planning.planner.request import build_request
+from lazyjax.planning.planner.service import baseline_plans, verify_for
+from lazyjax.runs import read_run, run_table
+from lazyjax.training.display import Display, format_step
+from lazyjax.training.metrics import EvaluationMetrics, StepMetrics
+from lazyjax.training.screens import plan_sentences, same_device, show_closing, show_facts
 from tests.screens import KINDS, check
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -63,3 +77,158 @@ def test_a_quiet_machine_leaves_no_doubt():
     profile = profile.model_copy(update={"sources": calm})
     assert doubts(profile, load=0.4, cpus=2) is None
     assert "load 9.0" in (doubts(profile, load=9.0, cpus=2) or "")
+
+
+class FixedCosts:
+    """Costs that no measurement and no change of the cost model moves."""
+
+    def operation_seconds(self, operation):
+        compute = {"forward": 0.01, "recompute": 0.01, "backward": 0.03, "loss": 0.02, "update": 0.005}
+        action = operation.action.value
+        return compute[action] if action in compute else operation.bytes / 12e9
+
+    def save_sets(self, kind):
+        return ()
+
+    def working_bytes(self, action, layer, saved):
+        return 10**9
+
+    def operation_flops(self, operation):
+        return 2 * 10**11
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """A plan without a solver, so that it is the same on every machine, and what it takes."""
+    template = build_template(architecture("Qwen2.5-0.5B"))
+    request = build_request(
+        template, load_profile("rtx3090"), rows=8, sequence_length=1024, nvme_bytes=0,
+        device_bytes=24 * 10**9, host_bytes=256 * 10**9, costs=lambda rows: FixedCosts(),
+    )  # fmt: skip
+    plan = baseline_plans(request)["lazytrain"]
+    verification = verify_for(request, plan)
+    peaks = {tier.value: size for tier, size in verification.peak_bytes.items()}
+    prediction = Prediction(
+        period_seconds=verification.period_seconds, bound_seconds=0.9 * verification.period_seconds, gap=0.1,
+        peak_bytes=peaks, solve_seconds=1.5,
+    )  # fmt: skip
+    return request, plan.model_copy(update={"prediction": prediction}), verification
+
+
+@each_kind
+def test_plan(kind, planned):
+    request, plan, verification = planned
+    peaks = {tier.value: 2 * size for tier, size in request.capacity.items()}
+    others = {name: other for name, other in baseline_plans(request).items() if name != "lazytrain"}
+    rows = [comparison_row(request, name, other, 1.0, peaks) for name, other in others.items()]
+
+    def show(console):
+        report = plan_report(
+            request, plan, verification, rows, hardware="rtx3090 (NVIDIA RTX 3090)", epoch_rows=395_000
+        )
+        console.print(report, highlight=False)
+
+    text = check("plan", kind, show)
+    words = " ".join(text.split())
+    assert words.startswith("Qwen2.5-0.5B on rtx3090 (NVIDIA RTX 3090) fits: 8 rows x 1024 tokens take")
+    assert "hybrid8bit" in words
+    assert "bfloat16 compute" in words
+    assert "An epoch of 395,000 rows takes" in words
+
+
+STEP = StepMetrics(
+    step=1, epoch=0.1, loss=1.36012, gradient_norm=10.712, learning_rate=1e-5, skipped=False,
+    target_tokens=500, real_tokens=1500, padded_tokens=1536, step_seconds=12.345, compile_seconds=0.0,
+    tokens_per_second=121.5, model_tflops=0.1021, peak_device_bytes=296_432_000, host_bytes=1_524_000_000,
+)  # fmt: skip
+
+
+@each_kind
+def test_training(kind, planned, tmp_path):
+    """The whole of a run: what was chosen, its steps, what it promised beside what came of it."""
+    _, plan, _ = planned
+    steps = [
+        dataclasses.replace(STEP, step=1, step_seconds=31.5, compile_seconds=18.25),
+        dataclasses.replace(STEP, step=2, skipped=True, loss=math.nan, gradient_norm=math.inf),
+        *(dataclasses.replace(STEP, step=step, loss=1.36 / step) for step in range(3, 101, 32)),
+    ]
+    seconds = plan.prediction.period_seconds * 1.013
+    records = [{"kind": "train", **dataclasses.asdict(step), "step_seconds": seconds} for step in steps]
+    for record in records:
+        record["padded_tokens"] = 7000
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    summary = {"peak_device_bytes": 296_432_000, "peak_host_bytes": 1_924_000_000}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+
+    def show(console):
+        facts = {
+            "model": "Qwen2.5-0.5B: 494.0 M parameters in 24 blocks (qwen2), weights from models/mine",
+            "data": ("problems: 4,996 rows read; 3,499 train, 1,497 held out", "one epoch: 437 batches"),
+            "plan": plan_sentences(plan),
+            "run": "100 steps, records in runs/20261130-074238-Qwen2.5-0.5B",
+        }
+        show_facts(console, facts)
+        display = Display(console, steps=100, log_every=1)
+        display.evaluation(EvaluationMetrics(0, 7.7144, 4958, 4.1))
+        for step in steps:
+            display.step(step)
+        show_closing(console, plan, read_run(tmp_path), buffer_bytes=295_000_000, here="AMD EPYC, 2 CPUs")
+
+    text = check("training", kind, show)
+    steps_shown = [line for line in text.split("\n") if line.startswith("step ")]
+    assert len(steps_shown) == len(steps)
+    assert all(line.endswith(" left") for line in steps_shown)
+    assert "SKIPPED" in steps_shown[1]
+    words = " ".join(text.split())
+    assert "+1.3%" in words
+    assert "another kind of machine" in words
+    assert "(the prediction is for rows of 1024 tokens; the steps had 85% of them" in words
+
+
+@each_kind
+def test_runs(kind, tmp_path):
+    names = [f"20261130-0742{second}-qwen27b_smoke_model-with-a-long-name" for second in (38, 39)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        record = {"kind": "train", **dataclasses.asdict(STEP)}
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+
+    def show(console):
+        console.print(
+            run_table([read_run(tmp_path / name) for name in names]), highlight=False, soft_wrap=True
+        )
+
+    text = check("runs", kind, show)
+    assert all(name in text.split("\n") for name in names)
+
+
+def test_a_terminal_of_any_width_gets_one_line_a_step():
+    for width in (60, 80, 100, 120, 200):
+        line = format_step(dataclasses.replace(STEP, step=7), 1000, left="10:00:00", width=width)
+        assert len(line) <= width
+        assert "loss 1.3601" in line
+    assert line == format_step(dataclasses.replace(STEP, step=7), 1000, left="10:00:00")
+
+
+@pytest.mark.parametrize(
+    ("profiled", "here", "same"),
+    [
+        ("NVIDIA H200 SXM 141 GB", "NVIDIA H200", True),
+        ("NVIDIA H800 SXM 80 GB", "NVIDIA H200", False),
+        ("NVIDIA GeForce RTX 4090 24 GB", "NVIDIA GeForce RTX 4090", True),
+        ("AMD EPYC 7B13, 2 CPUs", "AMD EPYC 7B13, 2 CPUs", True),
+        ("AMD EPYC 7B13, 64 CPUs", "AMD EPYC 7B13, 2 CPUs", False),
+        ("NVIDIA H200 SXM 141 GB", "AMD EPYC 7B13, 2 CPUs", False),
+    ],
+)
+def test_devices_of_one_kind(profiled, here, same):
+    assert same_device(profiled, here) is same
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.003412, "0.00341"), (0.0345, "0.0345"), (1.5, "1.50"), (39.003, "39.0"), (356.5, "356.5"),
+     (1099.5, "1,100"), (216.0, "216.0")],
+)  # fmt: skip
+def test_figures_keep_three_digits(value, text):
+    assert digits(value) == text

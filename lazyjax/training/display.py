@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import io
 import os
+from collections.abc import Sequence
 from typing import Any, TextIO, cast
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from lazyjax.training.metrics import EvaluationMetrics, StepMetrics
 from lazyjax.training.replanning import Replan
+from lazyjax.training.status import say
 
 #: Steps whose mean time gives the time left.
 _RECENT_STEPS = 10
@@ -102,7 +104,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Prints a sentence."""
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(self._console, text)
 
     def start(self) -> None:
         """Shows the bar."""
@@ -115,7 +117,8 @@ class Display:
         left = format_seconds((self._steps - metrics.step) * sum(self._recent) / len(self._recent))
         self._progress.update(self._task, completed=metrics.step, left=f"{left} left")
         if metrics.step % self._log_every == 0 or metrics.step in (1, self._steps) or metrics.skipped:
-            self.say(format_step(metrics, self._steps) + f"  {left} left")
+            width = self._console.width if self._console.is_terminal else None
+            self.say(format_step(metrics, self._steps, left=left, width=width))
 
     def evaluation(self, metrics: EvaluationMetrics) -> None:
         """Shows one evaluation."""
@@ -138,24 +141,41 @@ class Display:
         self._progress.stop()
 
 
-def format_step(metrics: StepMetrics, steps: int) -> str:
-    """One line about one step."""
-    width = len(str(steps))
+def format_step(metrics: StepMetrics, steps: int, *, left: str, width: int | None = None) -> str:
+    """One line about one step.
+
+    Args:
+        left: how long the run still takes.
+        width: columns of the terminal: what matters least is left out until the line fits; None shows all.
+    """
+    digits = len(str(steps))
+    # Words in their order, each with how soon it is left out (0: never).
     words = [
-        f"step {metrics.step:>{width}}/{steps}",
-        f"loss {metrics.loss:.4f}",
-        f"grad norm {metrics.gradient_norm:.3g}",
-        f"lr {metrics.learning_rate:.2e}",
-        f"{metrics.tokens_per_second:,.0f} tokens/s",
-        f"{metrics.model_tflops:.3g} model TFLOPS",
-        f"device {format_bytes(metrics.peak_device_bytes)}",
-        f"host {format_bytes(metrics.host_bytes)}",
+        (f"step {metrics.step:>{digits}}/{steps}", 0),
+        (f"loss {metrics.loss:.4f}", 0),
+        ("SKIPPED (not finite)" if metrics.skipped else "", 0),
+        (f"grad norm {metrics.gradient_norm:.3g}", 3),
+        (f"lr {metrics.learning_rate:.2e}", 5),
+        (f"{_short(metrics.step_seconds)} s", 2),
+        (f"{metrics.tokens_per_second:,.0f} tokens/s", 1),
+        (f"{metrics.model_tflops:.3g} model TFLOPS", 6),
+        (f"device {format_bytes(metrics.peak_device_bytes)}", 4),
+        (f"host {format_bytes(metrics.host_bytes)}", 7),
+        (f"{metrics.compile_seconds:.1f} s compiling" if metrics.compile_seconds else "", 8),
+        (f"{left} left", 0),
     ]
-    if metrics.compile_seconds:
-        words.append(f"{metrics.compile_seconds:.1f} s compiling")
-    if metrics.skipped:
-        words.append("SKIPPED (not finite)")
-    return "  ".join(words)
+    words = [(word, rank) for word, rank in words if word]
+    while width is not None and len(_line(words)) > width and any(rank for _, rank in words):
+        words.remove(max(words, key=lambda entry: entry[1]))
+    return _line(words)
+
+
+def _line(words: Sequence[tuple[str, int]]) -> str:
+    return "  ".join(word for word, _ in words)
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.3g}" if seconds < 100 else f"{seconds:.0f}"
 
 
 def format_bytes(size: int) -> str:

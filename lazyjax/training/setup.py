@@ -28,6 +28,7 @@ from lazyjax.data.sources import problems_folder
 from lazyjax.execution.executor import Executor, StepResult
 from lazyjax.execution.host_update import HostUpdates
 from lazyjax.execution.kernels import Kernels, data_mesh
+from lazyjax.hardware.measure import device_label
 from lazyjax.huggingface import find
 from lazyjax.huggingface.checkpoint import Checkpoint, bind, load_into
 from lazyjax.huggingface.export import export
@@ -39,14 +40,17 @@ from lazyjax.optim.base import HostOptimizer
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning.plan.document import Plan
-from lazyjax.specs import ModelSpec, item_bytes, slab_layout
+from lazyjax.runs import read_run
+from lazyjax.specs import ModelSpec, Tier, item_bytes, slab_layout
 from lazyjax.storage.host import HostStore, allocate_host_store
 from lazyjax.training.display import Display, format_bytes, silence_when_closed
 from lazyjax.training.learning_rate import learning_rates
 from lazyjax.training.loop import Trainer, TrainingSchedule, plan_facts
 from lazyjax.training.replanning import Replan, make_replanner
 from lazyjax.training.run_folder import RunFolder, create_run_folder
+from lazyjax.training.screens import plan_sentences, same_device, show_closing, show_facts
 from lazyjax.training.start_plan import choose
+from lazyjax.training.status import say
 
 #: Left for Python, JAX and the batches when host memory is checked.
 _OTHER_HOST_BYTES = 2**30
@@ -157,6 +161,7 @@ class Prepared:
     template: ModelTemplate
     store: HostStore
     folder: RunFolder
+    executor: Executor
 
 
 @contextlib.contextmanager
@@ -208,18 +213,21 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         "model": f"{spec.name}: {spec.parameter_count / 1e6:,.1f} M parameters in {spec.block_count} blocks "
         f"({spec.family}), {weights}",
         "data": batches.report,
-        "plan": f"{plan.planner}: {plan.rows} rows x {plan.sequence_length} tokens in {plan.microbatches} "
-        f"microbatch(es), {plan.update} update",
-        "host": f"{format_bytes(state_bytes)} for parameters, gradients and state of {optimizer.name}",
-        "device": f"{mesh.size} x {devices[0].device_kind} ({devices[0].platform})",
+        "optimizer": f"{optimizer.name}: {format_bytes(state_bytes)} of host memory for parameters, "
+        "gradients and its state",
+        "device": f"{mesh.size} x {device_label(devices[0])}, {config.model.compute_dtype}",
+        "plan": tuple(plan_sentences(plan)),
         "run": f"{schedule.steps} steps, records in {folder.path}",
     }
-    for name, text in words.items():
-        for line, sentence in enumerate((text,) if isinstance(text, str) else text):
-            heading = "" if line else name
-            console.print(f"{heading:<7} {sentence}", highlight=False, markup=False, soft_wrap=True)
+    show_facts(console, words)
     for warning in batches.warnings:
-        console.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"warning: {warning}")
+    if plan.device is not None and not same_device(plan.device, device_label(devices[0])):
+        say(
+            console,
+            f"warning: the plan is for {plan.device}, this is {device_label(devices[0])}: "
+            "what it predicts does not hold here",
+        )
     store = allocate_host_store(
         spec,
         gradient_dtype=config.optimizer.gradient_dtype,
@@ -270,7 +278,7 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         save_model=save_model if config.run.save_model else None,
     )
     try:
-        yield Prepared(trainer, template, store, folder)
+        yield Prepared(trainer, template, store, folder, executor)
     finally:
         executor.close()
         updates.close()
@@ -292,7 +300,12 @@ def train(config: Config, console: Console) -> dict[str, Any]:
     """Prepares and runs a training; returns the summary of the run folder."""
     silence_when_closed(console)
     with prepare(config, console) as prepared:
-        return prepared.trainer.run()
+        summary = prepared.trainer.run()
+        executor = prepared.executor
+        peak = executor.schedule.peak_bytes()[Tier.DEVICE]
+        here = device_label(jax.devices()[0])
+        show_closing(console, executor.plan, read_run(prepared.folder.path), buffer_bytes=peak, here=here)
+        return summary
 
 
 def _facts(config: Config, spec: ModelSpec, plan: Plan, device: jax.Device) -> dict[str, Any]:

@@ -30,6 +30,6 @@ def stage(console: Console | None, what: str) -> Iterator[Advance]:
 
 
 def say(console: Console | None, text: str) -> None:
-    """Prints a sentence, where there is a console."""
+    """Prints a sentence, where there is a console: wrapped at words on a terminal, one line in a pipe."""
     if console is not None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)

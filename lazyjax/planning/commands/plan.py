@@ -5,36 +5,35 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import pathlib
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
+from lazyjax.config import DEFAULT_OPTIMIZER
+from lazyjax.config.arguments import Parser
 from lazyjax.hardware.profile import load_profile
-from lazyjax.huggingface.checkpoint import read_json_table
-from lazyjax.models.architecture import Architecture
-from lazyjax.models.registry import architecture, build_template, parse_hf_config
+from lazyjax.huggingface.find import read_architecture
+from lazyjax.models.registry import build_template
 from lazyjax.optim.make import OPTIMIZERS
 from lazyjax.planning.commands.plot import plot_timeline
 from lazyjax.planning.commands.report import baseline_rows, explain, plan_report
 from lazyjax.planning.plan import cache
-from lazyjax.planning.plan.document import PlanError, load_plan, validate_plan
+from lazyjax.planning.plan.document import PlanError, check_made_for, load_plan, validate_plan
 from lazyjax.planning.planner.feasibility import largest_batch
 from lazyjax.planning.planner.question import Request
 from lazyjax.planning.planner.request import build_request, request_key
 from lazyjax.planning.planner.search import RELATIVE_GAP
 from lazyjax.planning.planner.service import (
-    InfeasibleError,
     check_batch,
     residual_names,
     solve_cached,
     verify_for,
 )
+from lazyjax.runs import check_picture
 from lazyjax.specs import Tier
 from lazyjax.timeline import write_perfetto
-
-#: The host optimizer with the smallest state.
-SMALLEST_OPTIMIZER = "hybrid8bit"
 
 
 def plan_command(arguments: Sequence[str]) -> None:
@@ -43,6 +42,9 @@ def plan_command(arguments: Sequence[str]) -> None:
     console = Console()
     if options.batch is None and options.max_batch is None:
         raise PlanError("--batch: say how many rows a batch has, or find out with --max-batch ROWS")
+    if options.batch is not None and options.max_batch is not None:
+        raise PlanError("--batch plans that many rows, --max-batch looks for their number: give one of them")
+    _check_outputs(options)
     template = build_template(read_architecture(options.model))
     last = len(template.spec.layers) - 1
     if options.explain is not None and not 0 <= options.explain <= last:
@@ -56,6 +58,8 @@ def plan_command(arguments: Sequence[str]) -> None:
             rows=rows,
             sequence_length=options.seq,
             optimizer=optimizer,
+            compute_dtype=options.dtype,
+            gradient_dtype=options.gradient_dtype,
             device_bytes=_bytes(options.device_gb),
             host_bytes=_bytes(options.host_gb),
             nvme_bytes=None if nvme else 0,
@@ -68,19 +72,24 @@ def plan_command(arguments: Sequence[str]) -> None:
         unit = profile.devices * (options.microbatches or 1)
         rows = largest_batch(ask(unit), below=options.max_batch + 1)
         if not rows:
-            why = f"ask for --batch {unit} to see why"
-            raise InfeasibleError(f"no batch up to {options.max_batch} fits; {why}")
-        console.print(f"largest batch that fits, up to {options.max_batch}: [bold]{rows}[/bold] rows")
+            # The smallest one says what is missing.
+            rows = unit
+        else:
+            console.print(
+                f"The largest batch that fits, up to {options.max_batch}: {rows} rows.", highlight=False
+            )
     request = ask(rows)
     offers: dict[str, Request] = {}
     if profile.nvme_bytes and not options.nvme:
         offers["--nvme (the profile has a drive)"] = ask(rows, nvme=True)
-    if options.optimizer != SMALLEST_OPTIMIZER:
-        offers[f"--optimizer {SMALLEST_OPTIMIZER}"] = ask(rows, optimizer=SMALLEST_OPTIMIZER)
+    if options.optimizer != DEFAULT_OPTIMIZER:
+        offers[f"--optimizer {DEFAULT_OPTIMIZER}"] = ask(rows, optimizer=DEFAULT_OPTIMIZER)
     found = None
     if options.plan is not None:
         plan = load_plan(options.plan)
         check_batch(plan, request, str(options.plan))
+        asked = {key: value for key, value in request.made_for.items() if key != "device"}
+        check_made_for(plan, asked, str(options.plan))
         validate_plan(plan, template.spec, residual_names(request))
     else:
         folder = None if options.no_cache else cache.default_folder()
@@ -104,7 +113,12 @@ def plan_command(arguments: Sequence[str]) -> None:
         plot_timeline(timeline, options.png, title=title, capacity=request.capacity, fixed=static)
     if options.trace is not None:
         write_perfetto([verification.simulation.timeline], options.trace)
-    console.print(plan_report(request, plan, verification, baseline_rows(request)))
+    hardware = f"{options.hardware} ({profile.device})"
+    rows_seen = options.epoch_rows
+    report = plan_report(
+        request, plan, verification, baseline_rows(request), hardware=hardware, epoch_rows=rows_seen
+    )
+    console.print(report, highlight=False)
     if options.explain is not None:
         console.print(explain(request, plan, options.explain))
     written = options.out
@@ -114,18 +128,20 @@ def plan_command(arguments: Sequence[str]) -> None:
         console.print(f"plan: {written}", soft_wrap=True, highlight=False)
 
 
-def read_architecture(name: str) -> Architecture:
-    """A packaged architecture by name, or that of a Hugging Face folder or config.json.
-
-    Raises:
-        ArchitectureError: no such name, or a file that describes no supported model.
-    """
-    path = pathlib.Path(name)
-    if path.is_dir():
-        return parse_hf_config(read_json_table(path / "config.json"), name=path.resolve().name)
-    if name.endswith(".json"):
-        return parse_hf_config(read_json_table(path), name=path.stem)
-    return architecture(name)
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Whether everything can be written that is to be written, before minutes go into solving."""
+    if options.png is not None:
+        check_picture(options.png)
+    for path in (options.out, options.trace):
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise PlanError(f"{path}: there is no folder {folder}")
+        if path.is_dir():
+            raise PlanError(f"{path}: is a folder")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise PlanError(f"{path}: cannot be written there")
 
 
 def _bytes(gigabytes: float | None) -> int | None:
@@ -147,13 +163,19 @@ def _number(least: int, kind: type[int] | type[float]) -> Callable[[str], float 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lazyjax plan", description="Plan a training step.")
+    parser = Parser(prog="lazyjax plan", description="Plan a training step.")
     positive, amount = _number(1, int), _number(0, float)
     parser.add_argument("--model", required=True, help="packaged architecture, model folder or config.json")
     parser.add_argument("--hardware", required=True, help="preset or file made by `lazyjax profile`")
     parser.add_argument("--batch", type=positive, help="rows of a batch")
     parser.add_argument("--seq", type=positive, default=1024, help="tokens of a row")
-    parser.add_argument("--optimizer", default=SMALLEST_OPTIMIZER, choices=OPTIMIZERS, help="host optimizer")
+    parser.add_argument("--optimizer", default=DEFAULT_OPTIMIZER, choices=OPTIMIZERS, help="host optimizer")
+    dtypes = ("bfloat16", "float32")
+    parser.add_argument("--dtype", default="bfloat16", choices=dtypes, help="of the layers' mathematics")
+    parser.add_argument(
+        "--gradient-dtype", default="bfloat16", choices=dtypes, help="of gradients to the host"
+    )
+    parser.add_argument("--epoch-rows", type=positive, metavar="ROWS", help="tell the hours of so many rows")
     parser.add_argument(
         "--max-batch", type=positive, metavar="ROWS", help="find the largest batch up to ROWS and plan it"
     )

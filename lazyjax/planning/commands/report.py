@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lazyjax.planning.commands.sentences import bound_sentence, decisions, digits, verdict
 from lazyjax.planning.plan.baselines import PUBLISHED
 from lazyjax.planning.plan.document import Boundary, LayerPlan, Plan, PlanError, validate_plan
 from lazyjax.planning.planner.question import Request, microbatch_counts
@@ -101,53 +102,58 @@ def comparison(lines: Sequence[ComparisonRow], request: Request) -> Table:
     for line in lines:
         tokens = line.plan.rows * line.plan.sequence_length
         memory = [
-            Text(f"{line.peak_bytes[tier.value] / 1e9:.1f}", style="red" if line.over(request, tier) else "")
+            Text(digits(line.peak_bytes[tier.value] / 1e9), style="red" if line.over(request, tier) else "")
             for tier in tiers
         ]
         over = any(line.over(request, tier) for tier in Tier)
         table.add_row(
             Text.assemble(line.name, ("\n  does not fit", "red") if over else ""),
             str(line.plan.microbatches),
-            f"{line.period_seconds:.2f}",
-            f"{model_tflops(request.spec.parameter_count, line.plan, line.period_seconds):.1f}",
-            f"{line.executed_flops / line.period_seconds / 1e12:.1f}",
-            f"{tokens / line.period_seconds:.0f}",
+            digits(line.period_seconds),
+            digits(model_tflops(request.spec.parameter_count, line.plan, line.period_seconds)),
+            digits(line.executed_flops / line.period_seconds / 1e12),
+            f"{tokens / line.period_seconds:,.0f}",
             *memory,
         )
-    limits = (f"{request.capacity[tier] / 1e9:.1f}" for tier in tiers)
+    limits = (digits(request.capacity[tier] / 1e9) for tier in tiers)
     table.add_section()
     table.add_row(Text("may use", style="dim"), "", "", "", "", "", *limits)
     return table
 
 
-def layer_map(plan: Plan, per_line: int = 12) -> Text:
-    """Two letters per layer: where its input waits, and where its residuals are kept."""
+def layer_map(plan: Plan, per_line: int = 8) -> Text:
+    """Each layer: where its input waits, and how many of its tensors are kept where."""
     text = Text()
-    homes = ", ".join(f"{letter} {home}" for home, letter in _HOME_LETTERS.items())
     text.append(
-        f"Layers: input then residuals ({homes}, . nothing saved,\n"
-        "1, 2, .. tensors saved, * parameters stay, ' state on NVMe)\n"
+        "Layers: where the input waits (D device, H host, N NVMe, r computed again),\n"
+        "then how many tensors inside are kept where (. none, d3 three on the device),\n"
+        "* parameters stay on the device, ' optimizer state on NVMe\n"
     )
     for start in range(0, len(plan.layers), per_line):
         text.append(f"{start:>4}  ")
         for layer in plan.layers[start : start + per_line]:
             text.append(_HOME_LETTERS[layer.boundary.value], style=_HOME_STYLES[layer.boundary.value])
-            tiers = sorted({tier.value for tier in layer.saved.values()})
-            if not tiers:
-                text.append(".", style="dim")
-            for tier in tiers:
-                text.append(_HOME_LETTERS[tier].lower() + str(len(layer.saved)), style=_HOME_STYLES[tier])
-            text.append(("*" if layer.resident else "") + ("'" if layer.state == "nvme" else "") + " ")
+            cell = _kept_where(layer)
+            text.append(cell, style="dim" if cell == "." else "")
+            marks = ("*" if layer.resident else "") + ("'" if layer.state == "nvme" else "")
+            text.append(marks + " " * max(1, 7 - len(cell) - len(marks)))
         text.append("\n")
     return text
 
 
+def _kept_where(layer: LayerPlan) -> str:
+    tiers = sorted({tier.value for tier in layer.saved.values()})
+    counts = {tier: sum(home.value == tier for home in layer.saved.values()) for tier in tiers}
+    return "".join(f"{_HOME_LETTERS[tier].lower()}{count}" for tier, count in counts.items()) or "."
+
+
 def saved_sets(plan: Plan, kinds: Sequence[str]) -> Table:
     """How many layers of each kind keep which tensors where."""
-    table = Table(title="kept inside the layers", title_justify="left", header_style="bold")
-    table.add_column("kind")
+    table = Table(title="kept inside the layers", title_justify="left", box=box.SIMPLE_HEAD)
+    table.padding = (0, 1, 0, 0)
+    table.add_column("kind", no_wrap=True)
     table.add_column("layers", justify="right")
-    table.add_column("input")
+    table.add_column("input", no_wrap=True)
     table.add_column("saved")
     counts: dict[tuple[str, str, str], int] = {}
     for kind, layer in list(zip(kinds, plan.layers, strict=True))[1:-1]:
@@ -166,54 +172,50 @@ def bounds_table(request: Request, plan: Plan, verification: Verification) -> Ta
     critical = dict.fromkeys(Resource, 0.0)
     for stretch in critical_path(schedule, verification.simulation):
         critical[stretch.event.resource] += stretch.event.end_seconds - stretch.event.start_seconds
-    table = Table(title="one step", title_justify="left", header_style="bold")
-    table.add_column("resource")
-    table.add_column("busy s\n(lower bound)", justify="right")
-    table.add_column("of the\nperiod", justify="right")
-    table.add_column("exposed s", justify="right")
-    table.add_column("on the critical\npath s", justify="right")
+    table = Table(title="one step", title_justify="left", box=box.SIMPLE_HEAD)
+    table.padding = (0, 1, 0, 0)
+    for heading in ("resource", "busy s\n(lower bound)", "of the\nperiod", "exposed s", "critical\npath s"):
+        table.add_column(heading, justify="left" if heading == "resource" else "right", no_wrap=True)
     for resource, busy in verification.bounds_seconds.items():
         if busy:
             table.add_row(
                 resource.value,
-                f"{busy:.3f}",
+                digits(busy),
                 f"{busy / verification.period_seconds:.1%}",
-                "" if resource is Resource.COMPUTE else f"{exposed[resource]:.3f}",
-                f"{critical[resource]:.3f}",
+                "" if resource is Resource.COMPUTE else digits(exposed[resource]),
+                digits(critical[resource]),
             )
     return table
 
 
 def plan_report(
-    request: Request, plan: Plan, verification: Verification, baselines: Sequence[ComparisonRow]
+    request: Request,
+    plan: Plan,
+    verification: Verification,
+    baselines: Sequence[ComparisonRow],
+    *,
+    hardware: str,
+    epoch_rows: int | None = None,
 ) -> RenderableType:
-    """All of it: settings, comparison, layer map, resources, bound."""
+    """All of it: verdict, decisions, comparison, layer map, resources, bound.
+
+    Args:
+        hardware: what the machine is called.
+        epoch_rows: rows of the data, for the hours of an epoch.
+    """
     peaks = {tier.value: size for tier, size in verification.peak_bytes.items()}
     own = comparison_row(request, plan.planner, plan, verification.period_seconds, peaks)
-    settings = Text.assemble(
-        (f"{plan.model}", "bold"),
-        f": {plan.rows} rows x {plan.sequence_length} tokens in {plan.microbatches} microbatches of "
-        f"{plan.microbatch_rows}; parameter slabs {plan.prefetch} forward, "
-        f"{plan.backward_prefetch} backward; "
-        f"reload {plan.reload_ahead} ahead; between layers on the {plan.interlayer_home}; "
-        f"update {plan.update}",
-    )
-    parts: list[RenderableType] = [settings, comparison([own, *baselines], request), layer_map(plan)]
-    parts.append(saved_sets(plan, [layer.kind for layer in request.spec.layers]))
-    parts.append(bounds_table(request, plan, verification))
-    prediction = plan.prediction
-    if prediction is not None and prediction.bound_seconds is not None and prediction.gap is not None:
-        solved = f"; solved in {prediction.solve_seconds:.1f} s" if prediction.solve_seconds else ""
-        period = prediction.bound_seconds / (1 - prediction.gap)
-        difference = verification.period_seconds / period - 1
-        parts.append(
-            Text(
-                f"At layer granularity the plan takes {period:.3f} s and none takes less than "
-                f"{prediction.bound_seconds:.3f} s (gap {prediction.gap:.2%}); microbatch by microbatch, as "
-                f"above, it is {difference:+.2%}{solved}"
-            )
-        )
-    return Group(*parts)
+    opening = verdict(request, plan, verification, hardware=hardware, epoch_rows=epoch_rows)
+    parts: list[RenderableType] = [
+        Text(opening, style="bold"),
+        Text(f"The plan: {decisions(plan)}; residuals are brought back {plan.reload_ahead} ahead."),
+        comparison([own, *baselines], request),
+        layer_map(plan),
+        saved_sets(plan, [layer.kind for layer in request.spec.layers]),
+        bounds_table(request, plan, verification),
+    ]
+    sentence = bound_sentence(plan)
+    return Group(*parts, Text(sentence)) if sentence else Group(*parts)
 
 
 def explain(request: Request, plan: Plan, layer: int) -> RenderableType:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from lazyjax.planning.plan import cache
 from lazyjax.planning.plan.baselines import BASELINES, without_nvme
@@ -53,23 +55,30 @@ def solve_cached(
         if sure or (spent is not None and time_limit_seconds <= 1.5 * spent):
             return known, None
 
-    def show(line: str) -> None:
-        if console is not None:
-            console.print(f"[dim]{line}[/dim]", highlight=False)
-
     starts = list(baseline_plans(request).values())
-    found = find_plan(
-        request,
-        time_limit_seconds=time_limit_seconds,
-        relative_gap=relative_gap,
-        warm_starts=starts if known is None else [known, *starts],
-        progress=show,
-    )
+    with _progress(console) as show:
+        found = find_plan(
+            request,
+            time_limit_seconds=time_limit_seconds,
+            relative_gap=relative_gap,
+            warm_starts=starts if known is None else [known, *starts],
+            progress=show,
+        )
     if found.plan is None:
         raise InfeasibleError(infeasible_message(request, found, offers or {}))
     if folder is not None:
         cache.store(folder, key, found.plan)
     return found.plan, found
+
+
+@contextlib.contextmanager
+def _progress(console: Console | None) -> Iterator[Callable[[str], None]]:
+    """On a terminal the setting that is being looked at, while it is; elsewhere nothing."""
+    if console is None or not console.is_terminal:
+        yield lambda line: None
+        return
+    with console.status("planning") as status:
+        yield lambda line: status.update(Text(f"planning: {line}", overflow="ellipsis", no_wrap=True))
 
 
 def _usable(request: Request, plan: Plan) -> bool:
@@ -105,16 +114,35 @@ def check_batch(plan: Plan, request: Request, name: str) -> None:
 
 
 def infeasible_message(request: Request, found: SearchResult, offers: Mapping[str, Request]) -> str:
-    """Which tier, how many bytes, what to change."""
-    missing = " and ".join(
-        f"{tier.value} memory is short of {size} bytes "
-        f"({size / 1e9:.2f} GB; it has {request.capacity[tier] / 1e9:.1f})"
-        for tier, size in found.shortfall_bytes.items()
-    )
-    if not missing:
+    """Which sum fails, by how much, and what would help: one line."""
+    if not found.shortfall_bytes:
         return f"no plan was found for {request.rows} rows, though some may fit; give it more time"
+    missing = " and ".join(
+        _sum_that_fails(request, tier, size) for tier, size in found.shortfall_bytes.items()
+    )
     helpful = nearest_changes(request, found.shortfall_bytes, offers)
     return f"no plan fits {request.rows} rows: {missing}; it fits with {', or '.join(helpful)}"
+
+
+def _sum_that_fails(request: Request, tier: Tier, shortfall_bytes: int) -> str:
+    needed = request.capacity[tier] + shortfall_bytes
+    parts = ""
+    if tier is Tier.HOST and not request.capacity[Tier.NVME]:
+        state = sum(layer.state_bytes for layer in request.sizes(request.devices).layers)
+        rest = max(0, needed - request.static_host_bytes - state)
+        parts = (
+            f"weights and gradients {_gigabytes(request.static_host_bytes)} + optimizer state "
+            f"{_gigabytes(state)} + activations {_gigabytes(rest)} = "
+        )
+    return (
+        f"{tier.value} memory: {parts}{_gigabytes(needed)} GB at least, "
+        f"{_gigabytes(request.capacity[tier])} may be used, {_gigabytes(shortfall_bytes)} short"
+    )
+
+
+def _gigabytes(size: int) -> str:
+    places = 1 if size >= 1e10 else 2 if size >= 1e7 else 4
+    return f"{size / 1e9:.{places}f}"
 
 
 def verify_for(request: Request, plan: Plan) -> Verification:

@@ -1,0 +1,101 @@
+"""What a plan decides and promises, in sentences; `lazyjax plan` and `lazyjax train` both open with them."""
+
+from __future__ import annotations
+
+import math
+
+from lazyjax.planning.plan.document import Boundary, Plan
+from lazyjax.planning.planner.question import Request
+from lazyjax.planning.program.verify import Verification
+from lazyjax.specs import Tier
+
+
+def decisions(plan: Plan) -> str:
+    """What a plan decides, in one sentence."""
+    blocks = plan.layers[1:-1]
+    homes = [(home, sum(layer.boundary is home for layer in blocks)) for home in Boundary]
+    words = {
+        Boundary.DEVICE: "on the device",
+        Boundary.HOST: "on the host",
+        Boundary.NVME: "on NVMe",
+        Boundary.RECOMPUTE: "computed again",
+    }
+    inputs = ", ".join(f"{count} {words[home]}" for home, count in homes if count)
+    parts = [
+        f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} of {plan.microbatch_rows} "
+        f"rows x {plan.sequence_length} tokens",
+        f"inputs of the {len(blocks)} blocks: {inputs}",
+    ]
+    kept = [tier for layer in blocks for tier in layer.saved.values()]
+    where = [f"{kept.count(tier)} on the {tier.value}" for tier in Tier if tier in kept]
+    parts.append(
+        f"of what is inside them, tensors kept: {', '.join(where)}"
+        if where
+        else "everything inside them computed again"
+    )
+    residents = sum(layer.resident for layer in plan.layers)
+    if residents:
+        parts.append(f"parameters of {residents} layers stay on the device")
+    states = sum(layer.state == "nvme" for layer in plan.layers)
+    if states:
+        parts.append(f"optimizer state of {states} layers on NVMe")
+    parts.append(f"parameter slabs on the device: {plan.prefetch} forward, {plan.backward_prefetch} backward")
+    if plan.microbatches > 1:
+        parts.append(f"between layers activations wait on the {plan.interlayer_home}")
+    parts.append(
+        "the update runs under the next forward pass"
+        if plan.update == "deferred"
+        else "the update ends the step"
+    )
+    return "; ".join(parts)
+
+
+def verdict(
+    request: Request, plan: Plan, verification: Verification, *, hardware: str, epoch_rows: int | None = None
+) -> str:
+    """The sentences a plan opens with: it fits, what it takes, and how long an epoch lasts.
+
+    Args:
+        hardware: what the machine is called.
+        epoch_rows: rows of the data, where they are known.
+    """
+    period = verification.period_seconds
+    tokens = plan.rows * plan.sequence_length / period
+    memory = " and ".join(
+        f"{digits(verification.peak_bytes[tier] / 1e9)} of {digits(request.capacity[tier] / 1e9)} GB of "
+        f"{_TIER_WORDS[tier]}"
+        for tier in Tier
+        if request.capacity[tier] and verification.peak_bytes[tier]
+    )
+    sentences = [
+        f"{plan.model} on {hardware} fits: {plan.rows} rows x {plan.sequence_length} tokens take "
+        f"{digits(period)} s a step, {tokens:,.0f} tokens/s (simulated).",
+        f"It takes {memory}, with the optimizer {plan.optimizer} and {plan.compute_dtype} compute.",
+    ]
+    if epoch_rows is not None:
+        hours = math.ceil(epoch_rows / plan.rows) * period / 3600
+        sentences.append(f"An epoch of {epoch_rows:,} rows takes {digits(hours)} hours.")
+    return " ".join(sentences)
+
+
+_TIER_WORDS = {Tier.DEVICE: "device memory", Tier.HOST: "host memory", Tier.NVME: "NVMe"}
+
+
+def digits(value: float) -> str:
+    """Three significant digits or more, never an exponent and never 0 for what is not 0."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
+    places = max(0, 2 - math.floor(math.log10(abs(value)))) if abs(value) < 100 else int(abs(value) < 1000)
+    return f"{value:,.{places}f}"
+
+
+def bound_sentence(plan: Plan) -> str | None:
+    """How close to the best possible plan this one is known to be; None where nothing is known."""
+    prediction = plan.prediction
+    if prediction is None or prediction.bound_seconds is None or prediction.gap is None:
+        return None
+    solved = f" (searched for {prediction.solve_seconds:.1f} s)" if prediction.solve_seconds else ""
+    return (
+        f"No plan takes less than {digits(prediction.bound_seconds)} s where layers are not cut into "
+        f"microbatches; there this one is within {max(0.0, prediction.gap):.2%} of that{solved}."
+    )
