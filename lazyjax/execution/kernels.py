@@ -125,6 +125,16 @@ class Kernels:
         return forward_layer
 
     @functools.cache  # noqa: B019
+    def parameters(self, kind: LayerKind) -> Callable[..., Any]:
+        """slab -> (the layer's parameters in flat order and compute dtype, token)."""
+
+        @jax.jit
+        def layer_parameters(slab: DeviceSlab) -> tuple[tuple[Array, ...], Token]:
+            return self._unflatten(kind, slab), _token()
+
+        return layer_parameters
+
+    @functools.cache  # noqa: B019
     def backward(
         self, kind: LayerKind, saved: tuple[str, ...], accumulates: bool, last: bool
     ) -> Callable[..., Any]:

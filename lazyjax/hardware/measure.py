@@ -352,6 +352,12 @@ def _opened(path: pathlib.Path, flags: int) -> Iterator[tuple[int, bool]]:
         os.close(file)
 
 
+def usable_device_bytes(device: jax.Device) -> int:
+    """Device memory that is free for a plan; on a CPU, where the host is the device, a share of it."""
+    usable = _capacities(device)["device_bytes"][0]
+    return usable if device.platform == "cpu" else usable - int(device.memory_stats()["bytes_in_use"])
+
+
 def _capacities(device: jax.Device) -> dict[str, tuple[int, str]]:
     host = host_memory_bytes()
     if device.platform == "cpu":
