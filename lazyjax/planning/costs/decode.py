@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from lazyjax.hardware.profile import HardwareProfile
 from lazyjax.models.decode import Span
 from lazyjax.models.template import Context, LayerKind, ModelTemplate
-from lazyjax.planning.costs.layers import CallShape, forward_graph
-from lazyjax.planning.costs.trace import Work, trace
+from lazyjax.planning.costs.layers import CallShape, at_rows, forward_graph
+from lazyjax.planning.costs.trace import Graph, Work, trace
 from lazyjax.planning.plan.decode import DecodePlan
 from lazyjax.specs import item_bytes, slab_layout
 
@@ -105,8 +105,8 @@ class DecodeSizes:
 
     def parameter_bytes(self, layer: int) -> int:
         """Of one layer on the device."""
-        layout = slab_layout(self.template.spec.layers[layer].parameters, devices=self.devices)
-        return layout.length * item_bytes(self.compute_dtype)
+        kind = self.template.kind(layer)
+        return _slab_elements(kind, self.devices) * item_bytes(self.compute_dtype)
 
     @functools.cached_property
     def row_state_bytes(self) -> int:
@@ -114,10 +114,7 @@ class DecodeSizes:
         return sum(self._state_bytes(layer.kind) for layer in self.template.spec.layers[1:-1])
 
     def _state_bytes(self, kind: str) -> int:
-        decoding = self.template.kinds[kind].decoding
-        assert decoding is not None
-        shapes = decoding.state_shapes(1, self.tokens, self.compute_dtype)
-        return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
+        return _state_bytes(self.template.kinds[kind], self.tokens, self.compute_dtype)
 
     def device_bytes(self, plan: DecodePlan) -> int:
         """Parameters on a device, states of its rows, and what a step works with."""
@@ -169,9 +166,16 @@ class DecodeCosts:
 
     def predict(self, plan: DecodePlan) -> DecodePrediction:
         """Time and memory of a plan."""
-        costs = [self.layer_cost(layer, plan.rows) for layer in self.sizes.uses]
+        layers = self.sizes.template.spec.layers
+        of_kind = {layers[layer].kind: self.layer_cost(layer, plan.rows) for layer in self._first_uses()}
+        costs = [of_kind[layers[layer].kind] for layer in self.sizes.uses]
         streamed = [layer not in plan.resident for layer in self.sizes.uses]
         return DecodePrediction(period_seconds(costs, streamed, plan.prefetch), self.sizes.device_bytes(plan))
+
+    def _first_uses(self) -> tuple[int, ...]:
+        """One layer of every kind."""
+        layers = self.sizes.template.spec.layers
+        return tuple({layers[layer].kind: layer for layer in self.sizes.uses}.values())
 
     def prompt_seconds(self, prompt_tokens: int, rows: int) -> float:
         """Device seconds of the prompts of `rows` rows, computed while the layers are there anyway."""
@@ -203,14 +207,32 @@ def decode_costs(
 
 
 @functools.lru_cache(maxsize=512)
-def _step_work(kind: LayerKind, hidden_size: int, rows: int, tokens: int, dtype: str) -> Work:
+def _slab_elements(kind: LayerKind, devices: int) -> int:
+    return slab_layout(kind.parameters, devices=devices).length
+
+
+@functools.lru_cache(maxsize=512)
+def _state_bytes(kind: LayerKind, tokens: int, dtype: str) -> int:
+    """What a block remembers of one row."""
     assert kind.decoding is not None
+    shapes = kind.decoding.state_shapes(1, tokens, dtype)
+    return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
+
+
+@functools.lru_cache(maxsize=512)
+def _step_work(kind: LayerKind, hidden_size: int, rows: int, tokens: int, dtype: str) -> Work:
+    decoding = kind.decoding
+    assert decoding is not None
     params = tuple(jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(dtype)) for tensor in kind.parameters)
-    x = jax.ShapeDtypeStruct((rows, 1, hidden_size), jnp.dtype(dtype))
-    counts = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    state = kind.decoding.state_shapes(rows, tokens, dtype)
-    step: Callable[..., object] = kind.decoding.step
-    return trace(lambda p, x, s, a, b: step(p, x, s, Span(a, b)), params, x, state, counts, counts).work()
+    step: Callable[..., object] = decoding.step
+
+    def at(count: int) -> Graph:
+        x = jax.ShapeDtypeStruct((count, 1, hidden_size), jnp.dtype(dtype))
+        counts = jax.ShapeDtypeStruct((count,), jnp.int32)
+        state = decoding.state_shapes(count, tokens, dtype)
+        return trace(lambda p, x, s, a, b: step(p, x, s, Span(a, b)), params, x, state, counts, counts)
+
+    return at_rows(at, ("decode", kind, hidden_size, tokens, dtype), rows).work()
 
 
 @functools.lru_cache(maxsize=512)
@@ -219,12 +241,14 @@ def _head_work(template: ModelTemplate, rows: int, dtype: str) -> Work:
     head = template.kind(len(spec.layers) - 1)
     params = tuple(jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(dtype)) for tensor in head.parameters)
     table = jax.ShapeDtypeStruct((spec.vocabulary_size, spec.hidden_size), jnp.dtype(dtype))
-    x = jax.ShapeDtypeStruct((rows, 1, spec.hidden_size), jnp.dtype(dtype))
-    index = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
 
     def choose(params: tuple[jax.Array, ...], table_VD: jax.Array, x: jax.Array, i: jax.Array) -> jax.Array:
         normed = head.apply(params, x, Context(i, i))
         logits = jnp.einsum("btd,vd->btv", normed, table_VD, preferred_element_type=jnp.float32)
         return jnp.argmax(logits, axis=-1)
 
-    return trace(choose, params, table, x, index).work()
+    def at(count: int) -> Graph:
+        x = jax.ShapeDtypeStruct((count, 1, spec.hidden_size), jnp.dtype(dtype))
+        return trace(choose, params, table, x, jax.ShapeDtypeStruct((count, 1), jnp.int32))
+
+    return at_rows(at, ("choose", template, dtype), rows).work()

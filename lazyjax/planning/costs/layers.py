@@ -87,7 +87,7 @@ def _forward(kind: LayerKind, shape: CallShape, rows: int) -> Graph:
         inputs = kind_inputs(kind, shape.hidden_size, count, shape.sequence_length, shape.compute_dtype)
         return trace(lambda p, x, c: kind.apply(p, x, c), *inputs)
 
-    return _at_rows(at, ("forward", kind, shape), rows)
+    return at_rows(at, ("forward", kind, shape), rows)
 
 
 @functools.lru_cache(maxsize=256)
@@ -106,7 +106,7 @@ def _backward(kind: LayerKind, shape: CallShape, rows: int) -> Graph:
 
         return trace(backward, *inputs, dy)
 
-    return _at_rows(at, ("backward", kind, shape), rows)
+    return at_rows(at, ("backward", kind, shape), rows)
 
 
 @functools.lru_cache(maxsize=256)
@@ -229,7 +229,8 @@ _Traced = dict[tuple[Any, ...], tuple[Graph, Graph]]
 _traced: _Traced = {}
 
 
-def _at_rows(at: Callable[[int], Graph], key: tuple[Any, ...], rows: int) -> Graph:
+def at_rows(at: Callable[[int], Graph], key: tuple[Any, ...], rows: int) -> Graph:
+    """The graph that `at` traces, at any number of rows, from two tracings that are kept under `key`."""
     if key not in _traced:
         _traced[key] = (at(_LOW_ROWS), at(_HIGH_ROWS))
     try:
