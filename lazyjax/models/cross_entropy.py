@@ -19,9 +19,9 @@ _UNROLLED_CHUNKS = 8
 
 
 class Chunks(NamedTuple):
-    """T cut into `count` chunks of `width` tokens; the last `padding` tokens do not exist."""
+    """T cut into `number` chunks of `width` tokens; the last `padding` tokens do not exist."""
 
-    count: int
+    number: int
     width: int
     padding: int
 
@@ -121,9 +121,9 @@ def _chunked_inputs(
 def _chunked(array: Array, chunks: Chunks) -> Array:
     """[B, T, ...] -> [chunks, B, width, ...], padded with zeros."""
     padded = jnp.pad(array, [(0, 0), (0, chunks.padding)] + [(0, 0)] * (array.ndim - 2))
-    split = padded.reshape(array.shape[0], chunks.count, chunks.width, *array.shape[2:])
+    split = padded.reshape(array.shape[0], chunks.number, chunks.width, *array.shape[2:])
     return jnp.moveaxis(split, 1, 0)
 
 
 def _unroll(chunks: Chunks) -> int:
-    return chunks.count if chunks.count <= _UNROLLED_CHUNKS else 1
+    return chunks.number if chunks.number <= _UNROLLED_CHUNKS else 1

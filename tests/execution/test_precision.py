@@ -10,7 +10,7 @@ import pytest
 from lazyjax.execution.executor import build_executor
 from lazyjax.optim.adamw import Fp32AdamW
 from lazyjax.optim.clipping import ClipRule
-from lazyjax.planning.baselines import BASELINES
+from lazyjax.planning.plan.baselines import BASELINES
 from tests import reference, tiny
 
 #: 16k tokens.

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lazyjax.models.cross_entropy import balanced_chunks, cross_entropy, cross_entropy_and_gradients
-from lazyjax.planning.flops import trace
+from lazyjax.planning.costs.trace import trace
 
 HIDDEN, VOCABULARY = 8, 13
 
