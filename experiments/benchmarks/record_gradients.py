@@ -47,6 +47,11 @@ class RecordingAdamW:
         return self._optimizer.name
 
     @property
+    def master_bytes(self) -> int:
+        """As the optimizer that records."""
+        return self._optimizer.master_bytes
+
+    @property
     def state_version(self) -> str:
         """Of the recorded optimizer."""
         return self._optimizer.state_version

@@ -251,7 +251,7 @@ class _Calls:
         return self._put(np.zeros(self.kernels.layout(layer).length, np.float32))
 
     def _residuals(self, layer: int, names: tuple[str, ...], context: Context) -> tuple[jax.Array, ...]:
-        """Arrays of the residuals' shapes; their values do not change how long anything takes."""
+        """Arrays of the residuals' shapes, with normal values like those of training."""
         if not names:
             return ()
         kind = self.kernels.template.kind(layer)
@@ -260,4 +260,7 @@ class _Calls:
         _, shapes = jax.eval_shape(
             lambda p, x, c: forward_saving(kind.apply, names, p, x, c), params, self.x_BTD, context
         )
-        return tuple(self._put(np.full(shape.shape, 0.01, shape.dtype)) for shape in shapes)
+        return tuple(
+            self._put(self.random.standard_normal(shape.shape, np.float32).astype(shape.dtype))
+            for shape in shapes
+        )

@@ -53,11 +53,14 @@ class HardwareProfile(pydantic.BaseModel):
         device_total_bytes, device_bytes: device memory that is there, and what a plan may use
             (the rest is left to the runtime, workspaces and fragmentation).
         device_bandwidth_bytes_per_second: device memory, reads plus writes.
+        kernel_launch_seconds: added to every kernel.
         h2d_bytes_per_second, d2h_bytes_per_second: each direction alone.
         duplex_factor: share of those rates each direction keeps while both are busy (1: full
             duplex; 0.5: the directions share one channel).
-        host_update_parameters_per_second: parameters updated per second by all host threads,
-            per optimizer.
+        host_bandwidth_bytes_per_second: host memory, reads plus writes of a pass that does both, all
+            threads together. What an optimizer touches over this rate is the time of its update.
+        host_update_parameters_per_second: parameters updated per second by all host threads, for
+            optimizers whose updates were measured.
         host_bytes, nvme_bytes: capacities a plan may use; `nvme_bytes` 0 means no NVMe.
         nvme_read_bytes_per_second, nvme_write_bytes_per_second: sustained, past the page cache.
         devices: devices that share the work of one step.
@@ -73,10 +76,12 @@ class HardwareProfile(pydantic.BaseModel):
     device_total_bytes: ByteCount
     device_bytes: ByteCount
     device_bandwidth_bytes_per_second: PositiveRate
+    kernel_launch_seconds: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)] = 0.0
     h2d_bytes_per_second: PositiveRate
     d2h_bytes_per_second: PositiveRate
     duplex_factor: Annotated[float, pydantic.Field(gt=0, le=1)]
-    host_update_parameters_per_second: Mapping[str, PositiveRate]
+    host_bandwidth_bytes_per_second: PositiveRate
+    host_update_parameters_per_second: Mapping[str, PositiveRate] = pydantic.Field(default_factory=dict)
     host_bytes: ByteCount
     nvme_bytes: ByteCount = 0
     nvme_read_bytes_per_second: PositiveRate | None = None
@@ -100,6 +105,17 @@ class HardwareProfile(pydantic.BaseModel):
         if self.devices > 1 and self.interconnect_bytes_per_second is None:
             raise ValueError("interconnect_bytes_per_second: needed for more than one device")
         return self
+
+    def update_parameters_per_second(self, optimizer: str, touched_bytes: float) -> float:
+        """Parameters that a host update gets through per second: as measured, or by memory's rate.
+
+        Args:
+            touched_bytes: read and written per parameter (`lazyjax.optim.base.touched_bytes`).
+        """
+        measured = self.host_update_parameters_per_second
+        if optimizer in measured:
+            return measured[optimizer]
+        return self.host_bandwidth_bytes_per_second / touched_bytes
 
     def figure_names(self) -> frozenset[str]:
         """Names of the figures this profile states; updates as `host_update_...second.KIND`."""
@@ -176,7 +192,7 @@ def dump_profile(profile: HardwareProfile) -> str:
     figures = profile.figure_names()
     for field in HardwareProfile.model_fields:
         value = getattr(profile, field)
-        if field == _UPDATE_KEY:
+        if field == _UPDATE_KEY and value:
             document[field] = {
                 kind: {"value": rate, "source": profile.sources[f"{field}.{kind}"]}
                 for kind, rate in value.items()

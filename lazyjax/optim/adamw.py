@@ -69,6 +69,11 @@ class Fp32AdamW:
         return "fp32_adamw"
 
     @property
+    def master_bytes(self) -> int:
+        """See `base.HostOptimizer`."""
+        return 4
+
+    @property
     def state_version(self) -> str:
         """Format of the state."""
         return "fp32-adamw/1"
@@ -120,6 +125,11 @@ class Bf16AdamW:
     def name(self) -> str:
         """As in configurations."""
         return "bf16_adamw"
+
+    @property
+    def master_bytes(self) -> int:
+        """See `base.HostOptimizer`."""
+        return 2
 
     @property
     def state_version(self) -> str:

@@ -13,8 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import UInt8
 
-from lazyjax.config import SMALLEST_EPSILON
-from lazyjax.specs import SlabLayout
+from lazyjax.specs import SlabLayout, TensorSpec, item_bytes, slab_layout
 from lazyjax.storage.host import NUMPY_DTYPES, LayerSlabs, aligned_zeros
 
 #: Name, in every state, of the array that carries the version tag.
@@ -37,6 +36,11 @@ class HostOptimizer(Protocol):
     @property
     def name(self) -> str:
         """As accepted by `lazyjax.optim.make.make_host_optimizer`."""
+        ...
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes per parameter of the master weights that an update reads and writes."""
         ...
 
     @property
@@ -69,6 +73,21 @@ class HostOptimizer(Protocol):
         Calls for different layers may run in different threads.
         """
         ...
+
+
+#: Elements of the slab over which `touched_bytes` takes its mean.
+_MANY_ELEMENTS = 2**20
+
+
+def touched_bytes(optimizer: HostOptimizer, gradient_dtype: str) -> float:
+    """Bytes per parameter that one update reads and writes: masters and state twice, the gradient once."""
+    layout = slab_layout((TensorSpec("weights", (_MANY_ELEMENTS // 1024, 1024), "float32"),))
+    state = sum(
+        math.prod(shape) * item_bytes(dtype)
+        for name, (shape, dtype) in optimizer.describe_state(layout).items()
+        if name != VERSION
+    )
+    return 2 * (optimizer.master_bytes + state / _MANY_ELEMENTS) + item_bytes(gradient_dtype)
 
 
 def version_tag(state_version: str) -> UInt8[np.ndarray, "64"]:
@@ -157,20 +176,9 @@ def check_hyperparameters(b1: float, b2: float, eps: float, weight_decay: float,
     for name, decay in (("b1", b1), ("b2", b2)):
         if not 0 <= decay < 1:
             raise ValueError(f"{name} is {decay}, not within [0, 1)")
-    check_epsilon(eps)
+    if not 0 < eps < math.inf:
+        raise ValueError(f"eps is {eps}; it has to be positive, or an unused parameter divides by zero")
     if not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay is {weight_decay}; it has to be finite and not negative")
     if threads < 1:
         raise ValueError(f"threads is {threads}; at least one updates")
-
-
-def check_epsilon(eps: float) -> None:
-    """Refuses what float32 units flush to zero: a parameter without gradient would divide zero by zero.
-
-    Raises:
-        ValueError: below the smallest normal number, or not finite.
-    """
-    if not SMALLEST_EPSILON <= eps < math.inf:
-        raise ValueError(
-            f"eps is {eps}; it has to be at least {SMALLEST_EPSILON:.4g}, the smallest normal float32"
-        )

@@ -67,6 +67,11 @@ class Hybrid8bit:
         return "hybrid8bit"
 
     @property
+    def master_bytes(self) -> int:
+        """See `base.HostOptimizer`."""
+        return 4
+
+    @property
     def state_version(self) -> str:
         """Format of the state: codes, rounding, and which tensors are coded."""
         return f"hybrid8bit/1,{CODES_VERSION},{self.min_8bit_size},{self.eight_bit_fraction:g}"

@@ -159,11 +159,11 @@ def _with_rates(costs: Costs, rates: Mapping[str, Sequence[float]]) -> HardwareP
         if figure in rates:
             changed[figure] = statistics.median(rates[figure]) / profile.duplex_factor
     if "update" in rates:
-        known = profile.host_update_parameters_per_second
-        faster = statistics.median(rates["update"])
+        known = profile.update_parameters_per_second(costs.optimizer, costs.update_bytes)
         changed["host_update_parameters_per_second"] = {
-            **known, costs.optimizer: known[costs.optimizer] * faster
-        }  # fmt: skip
+            **profile.host_update_parameters_per_second,
+            costs.optimizer: known * statistics.median(rates["update"]),
+        }
     sources = {**profile.sources, **dict.fromkeys(changed, "measured while training")}
     sources |= {f"host_update_parameters_per_second.{costs.optimizer}": "measured while training"}
     return profile.model_copy(update={**changed, "sources": sources})

@@ -20,8 +20,8 @@ from lazyjax.hardware.measure import (
     link_rates,
     matmul_flops_per_second,
     measure_profile,
-    median_seconds,
     nvme_rates,
+    timing,
 )
 from lazyjax.hardware.profile import dump_profile, load_profile
 from lazyjax.optim.make import OPTIMIZERS
@@ -36,7 +36,8 @@ MIB = 2**20
 def test_median_waits_and_ignores_the_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock of its own: only runs take time."""
     now, waited = 0.0, []
-    durations = iter((9.0, 3.0, 1.0, 2.0))
+    # The first round of three differs by much, so that a second one follows.
+    durations = iter((9.0, 3.0, 1.0, 2.0, 2.0, 2.1, 2.0))
 
     def run() -> float:
         nonlocal now
@@ -45,8 +46,10 @@ def test_median_waits_and_ignores_the_first_run(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(measure, "time", types.SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(measure.jax, "block_until_ready", waited.append)
-    assert median_seconds(run, 3) == 2.0
-    assert waited == [9.0, 12.0, 13.0, 15.0]
+    seconds, spread = timing(run, 3)
+    assert seconds == 2.0
+    assert spread == pytest.approx(0.05)
+    assert waited == pytest.approx([9.0, 12.0, 13.0, 15.0, 17.0, 19.1, 21.1])
 
 
 def test_matmul_rate_is_flops_over_time_and_not_dispatch_time() -> None:

@@ -6,7 +6,17 @@ import pathlib
 
 import pytest
 
-from lazyjax.hardware.profile import ProfileError, dump_profile, load_profile, parse_profile, preset_names
+from lazyjax.hardware.profile import (
+    HardwareProfile,
+    ProfileError,
+    dump_profile,
+    load_profile,
+    parse_profile,
+    preset_names,
+)
+from lazyjax.optim.base import touched_bytes
+from lazyjax.optim.make import OPTIMIZERS, make_host_optimizer
+from lazyjax.planning.commands import profile as machine
 
 EXPECTED = {"h800-paper", "h100-sxm", "h200", "gh200", "a100-80g", "rtx3090", "rtx4090", "rtx5090", "a6000"}
 
@@ -20,8 +30,13 @@ def test_preset_states_a_source_for_every_figure(name: str) -> None:
     profile = load_profile(name)
     assert profile.name == name
     assert set(profile.sources) == profile.figure_names()
-    assert all(source.startswith(("paper", "datasheet", "assumption")) for source in profile.sources.values())
-    assert {"hybrid8bit", "fp32_adamw"} <= set(profile.host_update_parameters_per_second)
+    kinds = ("paper", "datasheet", "assumption", "fit")
+    assert all(source.startswith(kinds) for source in profile.sources.values())
+    # Rates of updates follow from what optimizers touch, so that every preset knows every one.
+    assert not profile.host_update_parameters_per_second
+    for optimizer in OPTIMIZERS:
+        touched = touched_bytes(make_host_optimizer(optimizer, threads=1, path="pure"), "bfloat16")
+        assert 1e9 < profile.update_parameters_per_second(optimizer, touched) < 1e11
 
 
 def test_paper_rates() -> None:
@@ -44,11 +59,11 @@ def test_dump_reads_back(name: str, tmp_path: pathlib.Path) -> None:
 
 
 def test_exponents_without_sign_are_numbers() -> None:
-    text = dump_profile(load_profile("h100-sxm")).replace("value: 3350000000000.0", "value: 3350e9")
+    text = dump_profile(load_profile("h100-sxm")).replace("value: 2847500000000.0", "value: 2847.5e9")
     text = text.replace(f"value: {80 * 2**30}", "value: 80e9").replace("value: 81604378624", "value: 70e9")
     profile = parse_profile(text, where="test")
     assert profile.device_total_bytes == 80_000_000_000
-    assert profile.device_bandwidth_bytes_per_second == 3350e9
+    assert profile.device_bandwidth_bytes_per_second == 2847.5e9
 
 
 @pytest.mark.parametrize(
@@ -99,7 +114,7 @@ def test_a_binary_file_is_named(content: bytes, tmp_path: pathlib.Path) -> None:
         load_profile(path)
 
 
-@pytest.mark.parametrize("key", ["duplex_factor", "hybrid8bit"])
+@pytest.mark.parametrize("key", ["duplex_factor", "host_bytes"])
 def test_a_repeated_key_is_refused_by_name(key: str) -> None:
     text = dump_profile(load_profile("h800-paper"))
     (line,) = [line for line in text.splitlines() if line.strip() == f"{key}:"]
@@ -114,3 +129,8 @@ def test_nvme_capacity_needs_rates() -> None:
     head, _ = text.split("nvme_read_bytes_per_second:")
     with pytest.raises(ProfileError, match="nvme_bytes: needs nvme_read_bytes_per_second"):
         parse_profile(head, where="profile test")
+
+
+def test_every_figure_has_a_name_on_the_screen() -> None:
+    fields = set(HardwareProfile.model_fields) - {"name", "device", "sources"}
+    assert fields == set(machine._WORDS)

@@ -111,9 +111,11 @@ _UNSTEADY = 0.25
 _WORDS = {
     "matmul_flops_per_second": "matrix products",
     "device_bandwidth_bytes_per_second": "device memory",
+    "kernel_launch_seconds": "launch of a kernel",
     "h2d_bytes_per_second": "host to device",
     "d2h_bytes_per_second": "device to host",
     "duplex_factor": "both ways at once",
+    "host_bandwidth_bytes_per_second": "host memory",
     "host_update_parameters_per_second": "update",
     "nvme_read_bytes_per_second": "NVMe read",
     "nvme_write_bytes_per_second": "NVMe write",
@@ -171,6 +173,8 @@ def doubts(profile: HardwareProfile, load: float, cpus: int) -> str | None:
 def _readable(value: float | int, figure: str) -> str:
     if figure in ("devices", "duplex_factor"):
         return f"{value:.3g}"
+    if figure == "kernel_launch_seconds":
+        return f"{value * 1e6:.3g} us"
     if figure == "matmul_flops_per_second":
         return f"{value / 1e12:.3g} TFLOPS"
     if figure == "host_update_parameters_per_second":

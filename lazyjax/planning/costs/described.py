@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from lazyjax.hardware.profile import HardwareProfile
-from lazyjax.optim.base import HostOptimizer
+from lazyjax.optim.base import HostOptimizer, touched_bytes
 from lazyjax.planning.costs.layers import SaveSet
 from lazyjax.planning.costs.seconds import Costs, with_state_bytes
 from lazyjax.planning.costs.sizes import BATCH_BYTES_PER_TOKEN
@@ -235,6 +235,7 @@ def described_costs(
         spec=spec,
         profile=profile,
         optimizer=optimizer.name,
+        update_bytes=touched_bytes(optimizer, "bfloat16"),
         rows=rows,
         sequence_length=sequence_length,
         sizes=with_state_bytes(sizes, spec, optimizer, devices=devices),

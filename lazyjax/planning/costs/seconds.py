@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from lazyjax.hardware.profile import HardwareProfile
 from lazyjax.models.template import ModelTemplate
-from lazyjax.optim.base import HostOptimizer
+from lazyjax.optim.base import HostOptimizer, touched_bytes
 from lazyjax.planning.costs.layers import (
     CallShape,
     SaveSet,
@@ -89,7 +89,7 @@ class TemplateWork:
         return _work_of(self, kind, phase, saved)[1]
 
     def save_sets(self, kind: str, seconds: Callable[[Work], float]) -> tuple[SaveSet, ...]:
-        """See `lazyjax.planning.costs.layers.save_sets`."""
+        """See `lazyjax.planning.layer_work.save_sets`."""
         layer_kind = self.template.kinds[kind]
         if not layer_kind.residual_names:
             return (SaveSet((), 0, seconds(self.work(kind, Action.BACKWARD, ()))),)
@@ -121,7 +121,8 @@ class Costs:
     Attributes:
         spec: the model.
         profile: rates and capacities.
-        optimizer: key of `profile.host_update_parameters_per_second`.
+        optimizer: name of the host optimizer.
+        update_bytes: that it reads and writes per parameter.
         rows, sequence_length: of one microbatch, over all devices.
         sizes: bytes per device, optimizer state included.
         source: work of the compute operations.
@@ -132,6 +133,7 @@ class Costs:
     spec: ModelSpec
     profile: HardwareProfile
     optimizer: str
+    update_bytes: float
     rows: int
     sequence_length: int
     sizes: ModelSizes
@@ -147,7 +149,7 @@ class Costs:
         """Seconds of one operation of a schedule.
 
         Raises:
-            CostError: the profile does not say how fast NVMe or this optimizer is.
+            CostError: the profile does not say how fast NVMe is.
         """
         profile = self.profile
         match operation.action:
@@ -166,14 +168,8 @@ class Costs:
 
     def update_seconds(self, layer: int) -> float:
         """Seconds of one layer's host update, all devices' shards together."""
-        rates = self.profile.host_update_parameters_per_second
-        if self.optimizer not in rates:
-            raise CostError(
-                f"profile {self.profile.name}: host_update_parameters_per_second has no rate for "
-                f"{self.optimizer!r}; it has {', '.join(sorted(rates))}"
-            )
         elements = self.sizes.layers[layer].accumulator_bytes // 4 * self.profile.devices
-        return elements / rates[self.optimizer]
+        return elements / self.profile.update_parameters_per_second(self.optimizer, self.update_bytes)
 
     def save_sets(self, kind: str) -> Sequence[SaveSet]:
         """Sets of residuals worth keeping in layers of `kind`, the empty one first."""
@@ -223,7 +219,11 @@ class Costs:
 
     def _seconds(self, work: Work) -> float:
         profile = self.profile
-        return work.seconds(profile.matmul_flops_per_second, profile.device_bandwidth_bytes_per_second)
+        return work.seconds(
+            profile.matmul_flops_per_second,
+            profile.device_bandwidth_bytes_per_second,
+            profile.kernel_launch_seconds,
+        )
 
     def _nvme_seconds(self, moved_bytes: int, figure: str) -> float:
         rate = getattr(self.profile, figure)
@@ -311,6 +311,7 @@ def template_costs(
         spec=template.spec,
         profile=profile,
         optimizer=optimizer.name,
+        update_bytes=touched_bytes(optimizer, gradient_dtype),
         rows=rows,
         sequence_length=sequence_length,
         sizes=with_state_bytes(sizes, template.spec, optimizer, devices=devices),

@@ -29,7 +29,7 @@ _INLINED = frozenset(
     "custom_vjp_call_jaxpr custom_lin".split()
 )
 #: Reinterpretations of a value that cost nothing or are folded into whoever reads it.
-_VIEWS = frozenset(
+VIEWS = frozenset(
     "reshape transpose squeeze expand_dims broadcast_in_dim name copy copy_p stop_gradient "
     "optimization_barrier sharding_constraint reduce_precision bitcast_convert_type".split()
 )
@@ -73,10 +73,10 @@ class Work:
         """Bytes that all kernels read and write."""
         return sum(kernel.bytes * count for kernel, count in self.kernels.items())
 
-    def seconds(self, flops_per_second: float, bytes_per_second: float) -> float:
-        """Sum over the kernels of max(flops / rate, bytes / bandwidth)."""
+    def seconds(self, flops_per_second: float, bytes_per_second: float, launch_seconds: float = 0.0) -> float:
+        """Sum over the kernels of launch + max(flops / rate, bytes / bandwidth)."""
         return sum(
-            count * max(kernel.flops / flops_per_second, kernel.bytes / bytes_per_second)
+            count * (launch_seconds + max(kernel.flops / flops_per_second, kernel.bytes / bytes_per_second))
             for kernel, count in self.kernels.items()
         )
 
@@ -107,12 +107,16 @@ class Node(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """A flattened program: nodes in execution order over numbered values of known size."""
+    """A flattened program: nodes in execution order over numbered values of known size.
+
+    `inside` are values that `trace` was told to mark.
+    """
 
     nodes: tuple[Node, ...]
     sizes: tuple[int, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    inside: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     def needed(self, values: Iterable[int], *, saved: Collection[str] = ()) -> Graph:
         """The part that computes `values`, given the inputs and the tensors named in `saved`."""
@@ -129,7 +133,7 @@ class Graph:
             kept.append(node)
             wanted.update(node.inputs)
         outputs = tuple(value for value in targets if value not in given)
-        return Graph(tuple(reversed(kept)), self.sizes, (*self.inputs, *given), outputs)
+        return Graph(tuple(reversed(kept)), self.sizes, (*self.inputs, *given), outputs, self.inside)
 
     def work(self) -> Work:
         """Kernels after fusion."""
@@ -152,7 +156,7 @@ class Graph:
                 kernels[Kernel(node.flops, moved)] += 1
                 continue
             written = [value for value in node.outputs if value in materialised]
-            if not written or node.primitive in _VIEWS:
+            if not written or node.primitive in VIEWS:
                 continue
             read = frozenset().union(*(fused[value] for value in written))
             moved = sum(self.sizes[value] for value in (*read, *written))
@@ -200,7 +204,7 @@ class Graph:
         source: dict[int, int] = {value: value for value in self.inputs}
         for node in self.nodes:
             for value in node.outputs:
-                viewed = node.primitive in _VIEWS and node.inputs
+                viewed = node.primitive in VIEWS and node.inputs
                 source[value] = source[node.inputs[0]] if viewed else value
         materialised = {*self.inputs, *(source[value] for value in self.outputs)}
         for node in self.nodes:
@@ -221,15 +225,22 @@ class Graph:
         return source, fused, materialised
 
 
-def trace(function: Callable[..., Any], *arguments: Any) -> Graph:
+#: Tells what a value is inside of, from the operation that makes it and its shape; empty: nothing.
+Marking = Callable[[str, tuple[int, ...]], str]
+
+
+def trace(function: Callable[..., Any], *arguments: Any, marking: Marking | None = None) -> Graph:
     """The graph of `function` on abstract arguments, without dead code.
+
+    Args:
+        marking: fills `Graph.inside`.
 
     Raises:
         UnknownCostError: for a loop whose trip count is not known.
     """
     closed = jax.make_jaxpr(function)(*arguments)
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    return _flatten(jaxpr)
+    return _flatten(jaxpr, marking)
 
 
 def between(low: Graph, high: Graph, low_rows: int, high_rows: int, rows: int) -> Graph:
@@ -260,17 +271,18 @@ def between(low: Graph, high: Graph, low_rows: int, high_rows: int, rows: int) -
             )
         )
     sizes = tuple(affine(a, b) for a, b in zip(low.sizes, high.sizes, strict=True))
-    return Graph(tuple(nodes), sizes, low.inputs, low.outputs)
+    return Graph(tuple(nodes), sizes, low.inputs, low.outputs, low.inside)
 
 
 def _bytes(aval: Any) -> int:
     return math.prod(aval.shape) * aval.dtype.itemsize if hasattr(aval.dtype, "itemsize") else 0
 
 
-def _flatten(jaxpr: Any) -> Graph:
+def _flatten(jaxpr: Any, marking: Marking | None = None) -> Graph:
     nodes: list[Node] = []
     sizes: list[int] = []
     constants: list[int] = []
+    inside: dict[int, str] = {}
 
     def new(aval: Any) -> int:
         sizes.append(_bytes(aval))
@@ -296,13 +308,16 @@ def _flatten(jaxpr: Any) -> Graph:
                 continue
             outputs = tuple(new(variable.aval) for variable in equation.outvars)
             numbers.update(zip(equation.outvars, outputs, strict=True))
+            for number, variable in zip(outputs, equation.outvars, strict=True):
+                if marking is not None and (mark := marking(primitive, variable.aval.shape)):
+                    inside[number] = mark
             nodes.append(_node(equation, inputs, outputs, numbers))
         return [read(atom) for atom in body.outvars]
 
     numbers = {variable: new(variable.aval) for variable in (*jaxpr.constvars, *jaxpr.invars)}
     given = tuple(numbers.values())
     outputs = tuple(walk(jaxpr, numbers))
-    return Graph(tuple(nodes), tuple(sizes), (*given, *constants), outputs)
+    return Graph(tuple(nodes), tuple(sizes), (*given, *constants), outputs, inside)
 
 
 def _node(

@@ -34,8 +34,10 @@ def keep_all(spec: ModelSpec, residual_names: Sequence[Sequence[str]], **batch: 
 
 
 def megatrain(spec: ModelSpec, residual_names: Sequence[Sequence[str]], **batch: Any) -> Plan:
-    """MegaTrain: one boundary in four kept, segments recomputed whole, nothing ahead in backward,
-    and the update after everything else."""
+    """MegaTrain: one boundary in four kept, segments recomputed whole, the update after everything else.
+
+    Loads of its backward pass wait for events, not for compute, so one is ahead there as well.
+    """
     del residual_names
     last = len(spec.layers) - 1
     layers = [
@@ -46,7 +48,7 @@ def megatrain(spec: ModelSpec, residual_names: Sequence[Sequence[str]], **batch:
         )
         for index in range(len(spec.layers))
     ]
-    rules = {"recompute": "segment", "prefetch": 2, "backward_prefetch": 1, "update": "immediate"}
+    rules = {"recompute": "segment", "prefetch": 2, "backward_prefetch": 2, "update": "immediate"}
     return _plan(spec, "megatrain", layers, **(rules | batch))
 
 

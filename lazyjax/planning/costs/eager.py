@@ -1,0 +1,145 @@
+"""Work of an executor that runs layers operation by operation and differentiates them with autograd.
+
+Published systems (MegaTrain, LazyTrain) call modules of Transformers eagerly: every operation outside
+the mixers reads its operands from device memory and writes its result there; of an MLP's gate,
+PyTorch has one kernel for silu, one for the product, and three for their gradients. Mixers are fused
+kernels (FlashAttention 2, flash-linear-attention): between their projections nothing reaches memory,
+and attention computes only what the causal mask leaves, half of the scores. A backward pass runs the
+layer forward again and then back, with nothing left out as unused; gradients stay bf16. Before each
+call the streamed slab is copied into the layer's own parameters.
+
+For comparisons with what was published; plans of this library are costed by `TemplateWork`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from lazyjax.planning.costs.layers import SCORES, SaveSet, backward_graph, forward_graph, named_bytes
+from lazyjax.planning.costs.seconds import TemplateWork
+from lazyjax.planning.costs.trace import VIEWS, Graph, Kernel, Work
+from lazyjax.planning.program.operations import Action
+from lazyjax.specs import item_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class EagerWork:
+    """See the module; a `lazyjax.planning.costs.seconds.WorkSource`.
+
+    Attributes:
+        compiled: the same layers as this library compiles them, for embedding and loss.
+    """
+
+    compiled: TemplateWork
+
+    def work(self, kind: str, phase: Action, saved: tuple[str, ...]) -> Work:
+        """Nothing is ever saved inside a layer, whatever `saved` says."""
+        return _eager(self, kind, phase)[0]
+
+    def working_bytes(self, kind: str, phase: Action, saved: tuple[str, ...]) -> int:
+        """What autograd holds at its peak, and the layer's own copy of its parameters."""
+        return _eager(self, kind, phase)[1]
+
+    def save_sets(self, kind: str, seconds: Callable[[Work], float]) -> tuple[SaveSet, ...]:
+        """Only the empty set."""
+        return (SaveSet((), 0, seconds(self.work(kind, Action.BACKWARD, ()))),)
+
+
+@functools.lru_cache(maxsize=1024)
+def _eager(source: EagerWork, kind: str, phase: Action) -> tuple[Work, int]:
+    compiled = source.compiled
+    layer_kind = compiled.template.kinds[kind]
+    if phase is Action.LOSS or not layer_kind.residual_names:
+        return compiled.work(kind, phase, ()), compiled.working_bytes(kind, phase, ())
+    elements = sum(tensor.elements for tensor in layer_kind.parameters)
+    slab_bytes = elements * item_bytes(compiled.shape.compute_dtype)
+    copy = Work({Kernel(0, 2 * slab_bytes): 1})
+    forward = _on_chip(forward_graph(layer_kind, compiled.shape, compiled.rows))
+    named = named_bytes(layer_kind, compiled.shape, compiled.rows)
+    forward_bytes, backward_bytes = _part_bytes(named)
+    forward_work = eager_work(forward) + Work({Kernel(0, forward_bytes): 1})
+    if phase is not Action.BACKWARD:
+        return forward_work + copy, forward.peak_bytes() + slab_bytes
+    names = layer_kind.residual_names
+    pure = _on_chip(_with_bf16_gradients(backward_graph(layer_kind, compiled.shape, compiled.rows, names)))
+    back = eager_work(pure) + Work({Kernel(0, backward_bytes): 1})
+    # Autograd holds every result of the forward pass until the backward pass has used it.
+    held = sum(
+        forward.sizes[value]
+        for node in forward.nodes
+        if node.primitive not in VIEWS
+        for value in node.outputs
+    )
+    return forward_work + back + copy, held + _held_parts(named) + 2 * slab_bytes
+
+
+def _part_bytes(named: Mapping[str, int]) -> tuple[int, int]:
+    """Bytes that the kernels inside an MLP and a delta rule move, forward and back.
+
+    The gate's: silu reads and writes, the product reads two and writes; three kernels for gradients
+    that read two and write one. Of flash-linear-attention's, counted from its list of kernels, what
+    each writes and the next one reads: convolution, w, u, new values, states (bf16), output, gated
+    norm; back the same again, and their gradients.
+    """
+    gate = named["gate"]
+    forward, backward = 5 * gate, 9 * gate
+    if "delta_states" in named:
+        qkv, out, states = named["delta_qkv"], named["delta_out"], named["delta_states"] // 2
+        forward += 3 * qkv + 10 * out + 2 * states
+        backward += 5 * qkv + 16 * out + 4 * states
+    return forward, backward
+
+
+def _held_parts(named: Mapping[str, int]) -> int:
+    """Bytes that autograd holds of an MLP's gate (silu and product) and of a delta rule."""
+    held = 2 * named["gate"]
+    if "delta_states" in named:
+        held += named["delta_qkv"] + 4 * named["delta_out"] + named["delta_states"] // 2
+    return held
+
+
+def _with_bf16_gradients(graph: Graph) -> Graph:
+    """A backward pass that ends with the gradients as products leave them, not in one fp32 slab."""
+    made_by = {value: node for node in graph.nodes for value in node.outputs}
+    *others, slab = graph.outputs
+
+    def root(value: int) -> int:
+        while value in made_by and made_by[value].primitive in (*VIEWS, "convert_element_type"):
+            value = made_by[value].inputs[0]
+        return value
+
+    joined = made_by[slab].inputs if slab in made_by else (slab,)
+    return graph.needed((*others, *(root(value) for value in joined)))
+
+
+def _on_chip(graph: Graph) -> Graph:
+    """The graph where what is inside mixers and MLPs takes no memory, and half of the scores no time."""
+    marks = graph.inside
+    sizes = tuple(0 if value in marks else size for value, size in enumerate(graph.sizes))
+    nodes = []
+    for node in graph.nodes:
+        touched = {marks[value] for value in (*node.inputs, *node.outputs) if value in marks}
+        # Loops in a layer belong to its mixer.
+        inner = tuple((Kernel(kernel.flops, 0), count) for kernel, count in node.inner)
+        nodes.append(node._replace(flops=node.flops // 2 if SCORES in touched else node.flops, inner=inner))
+    return dataclasses.replace(graph, nodes=tuple(nodes), sizes=sizes)
+
+
+def eager_work(graph: Graph) -> Work:
+    """One kernel per operation."""
+    kernels: Counter[Kernel] = Counter()
+    for node in graph.nodes:
+        for kernel, count in node.inner:
+            kernels[kernel] += count
+        if node.primitive in VIEWS or node.primitive in ("scan", "cond", "iota"):
+            continue
+        moved = sum(graph.sizes[value] for value in (*node.inputs, *node.outputs))
+        if moved or node.flops:
+            kernels[Kernel(node.flops, moved)] += 1
+    return Work(kernels)
+
+
+
