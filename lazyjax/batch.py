@@ -65,6 +65,21 @@ class Batch:
         padding = [(0, missing), (0, 0)]
         return Batch(*(np.pad(getattr(self, field.name), padding) for field in dataclasses.fields(self)))
 
+    def check_vocabulary(self, size: int) -> None:
+        """Refuses ids that an embedding table of `size` rows does not have; masked targets may be any.
+
+        Raises:
+            ValueError: naming the row, the position and the id.
+        """
+        targets_BT = np.where(self.loss_mask_BT, self.targets_BT, 0)
+        for name, ids_BT in (("token", self.tokens_BT), ("target", targets_BT)):
+            if ids_BT.size and not (ids_BT.min() >= 0 and ids_BT.max() < size):
+                row, position = np.argwhere((ids_BT < 0) | (ids_BT >= size))[0]
+                raise ValueError(
+                    f"row {row}, position {position} of the batch: {name} {ids_BT[row, position]} is outside "
+                    f"the model's vocabulary of {size}"
+                )
+
     def slice_rows(self, start: int, stop: int) -> Batch:
         """Rows [start, stop) as views."""
         return Batch(*(getattr(self, field.name)[start:stop] for field in dataclasses.fields(self)))

@@ -81,6 +81,7 @@ def test_frozen(write):
         (MINIMAL + "optimiser: {}\n", ["optimiser: unknown key; did you mean optimizer?"]),
         (MINIMAL + "data: {row: 4}\n", ["data.row: unknown key; did you mean data.rows?"]),
         (MINIMAL + "learning_rate: 1\n", ["did you mean optimizer.learning_rate?"]),
+        (MINIMAL + "optimizer: {epsilon: 1.0e-39}\n", ["optimizer.epsilon:", "1.175"]),
         (MINIMAL + "optimizer: {name: adam}\n", ["optimizer.name:", "'hybrid8bit'", "it is 'adam'"]),
         (MINIMAL + "optimizer: {learning_rate: fast}\n", ["optimizer.learning_rate:", "number", "'fast'"]),
         (

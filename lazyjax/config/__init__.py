@@ -2,6 +2,7 @@
 
 from lazyjax.config.keys import (
     DEFAULT_OPTIMIZER,
+    SMALLEST_EPSILON,
     Config,
     ConfigError,
     DataConfig,
@@ -16,6 +17,7 @@ from lazyjax.config.reading import UniqueKeyLoader, dump_config, load_command_li
 
 __all__ = [
     "DEFAULT_OPTIMIZER",
+    "SMALLEST_EPSILON",
     "Config",
     "ConfigError",
     "DataConfig",

@@ -26,6 +26,16 @@ import yaml
 #: (experiments/benchmarks/results/optimizer_training.md).
 DEFAULT_OPTIMIZER: Literal["hybrid8bit"] = "hybrid8bit"
 
+#: Smallest normal float32. AdamW adds epsilon to a root that is 0 where a parameter has had no gradient, and
+#: float32 units flush what is smaller to 0.
+SMALLEST_EPSILON = 1.1754943508222875e-38
+
+
+def _normal(value: float) -> float:
+    if value < SMALLEST_EPSILON:
+        raise ValueError(f"should be at least {SMALLEST_EPSILON:.4g}, the smallest normal float32")
+    return value
+
 
 def _whole(value: Any) -> Any:
     """Numbers written as 80e9 or 8.0 that are whole."""
@@ -253,7 +263,7 @@ class OptimizerConfig(_Group):
     learning_rate: Annotated[float, pydantic.Field(gt=0)] = 1e-5
     beta1: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.999
-    epsilon: Annotated[float, pydantic.Field(gt=0)] = 1e-8
+    epsilon: Annotated[float, pydantic.AfterValidator(_normal)] = 1e-8
     weight_decay: Annotated[float, pydantic.Field(ge=0)] = 0.01
     decay_vectors: bool = False
     clip: Literal["global_norm", "per_layer", "none"] = "global_norm"

@@ -174,7 +174,8 @@ class Executor:
         """One step: loss and gradients of `batch`, then the update (or its deferral).
 
         Raises:
-            ValueError: the batch has other rows than the plan, or no target tokens; nothing ran.
+            ValueError: the batch has other rows than the plan, no target tokens, or ids outside the
+                vocabulary; nothing ran.
             NonFiniteStepsError: the third non-finite step in a row.
         """
         if batch.rows != self.plan.rows:
@@ -182,6 +183,7 @@ class Executor:
         targets = batch.target_tokens
         if not targets:
             raise ValueError("batch has no target tokens: every position is masked out of the loss")
+        batch.check_vocabulary(self.template.spec.vocabulary_size)
         start = time.perf_counter()
         self._steps += 1
         self._recorder.begin_step(self._steps)
@@ -234,7 +236,12 @@ class Executor:
             future.result()
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:
-        """Sum of -log p over the batch's target tokens, and their number; flushes pending updates."""
+        """Sum of -log p over the batch's target tokens, and their number; flushes pending updates.
+
+        Raises:
+            ValueError: ids outside the vocabulary; nothing ran.
+        """
+        batch.check_vocabulary(self.template.spec.vocabulary_size)
         self.flush()
         # As many rows at once as in training; a batch of other rows is cut by the same size.
         rows = min(batch.rows, self.plan.microbatch_rows)
@@ -242,7 +249,12 @@ class Executor:
         return self._forward.loss_sum(batch.with_rows(count * rows), count), batch.target_tokens
 
     def logits(self, batch: Batch) -> np.ndarray:
-        """fp32 logits [B, T, V] of a short batch; flushes pending updates."""
+        """fp32 logits [B, T, V] of a short batch; flushes pending updates.
+
+        Raises:
+            ValueError: ids outside the vocabulary; nothing ran.
+        """
+        batch.check_vocabulary(self.template.spec.vocabulary_size)
         self.flush()
         return self._forward.logits(batch)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from lazyjax.models.cross_entropy import cross_entropy, cross_entropy_and_gradients
 from lazyjax.models.residuals import backward_from, forward_saving
 from lazyjax.models.template import Context, LayerKind, ModelTemplate
 from lazyjax.specs import SlabLayout, slab_layout
@@ -125,6 +125,16 @@ class Kernels:
         return forward_layer
 
     @functools.cache  # noqa: B019
+    def parameters(self, kind: LayerKind) -> Callable[..., Any]:
+        """slab -> (the layer's parameters in flat order and compute dtype, token)."""
+
+        @jax.jit
+        def layer_parameters(slab: DeviceSlab) -> tuple[tuple[Array, ...], Token]:
+            return self._unflatten(kind, slab), _token()
+
+        return layer_parameters
+
+    @functools.cache  # noqa: B019
     def backward(
         self, kind: LayerKind, saved: tuple[str, ...], accumulates: bool, last: bool
     ) -> Callable[..., Any]:
@@ -194,8 +204,8 @@ class Kernels:
             params = self._unflatten(head, slab)
             table_VD = self._table(params, table_slab)
             normed_BTD, norm_pullback = jax.vjp(lambda p, x: head.apply(p, x, batch.context), params, x_BTD)
-            loss, normed_gradient_BTD, table_gradient_VD = _cross_entropy(
-                normed_BTD, table_VD, batch, scale, self.head_chunk_tokens
+            loss, normed_gradient_BTD, table_gradient_VD = cross_entropy_and_gradients(
+                normed_BTD, table_VD, batch.targets_BT, batch.loss_mask_BT, scale, self.head_chunk_tokens
             )
             gradients, x_gradient_BTD = norm_pullback(normed_gradient_BTD)
             table_result = None
@@ -222,7 +232,9 @@ class Kernels:
             slab: DeviceSlab, table_slab: DeviceSlab | None, x_BTD: Array, batch: DeviceBatch
         ) -> Array:
             normed_BTD, table_VD = self._normed(slab, table_slab, x_BTD, batch.context)
-            return _cross_entropy_forward(normed_BTD, table_VD, batch, self.head_chunk_tokens)
+            return cross_entropy(
+                normed_BTD, table_VD, batch.targets_BT, batch.loss_mask_BT, self.head_chunk_tokens
+            )
 
         return evaluate
 
@@ -297,83 +309,3 @@ class Kernels:
 
 def _token() -> Token:
     return jnp.zeros((), jnp.int32)
-
-
-def _chunks(batch: DeviceBatch, chunk_tokens: int) -> tuple[int, int, int]:
-    """Number of chunks along T, tokens of T in each, and the padding that makes them equal."""
-    rows, length = batch.tokens_BT.shape
-    width = min(length, max(1, chunk_tokens // rows))
-    count = math.ceil(length / width)
-    return count, width, count * width - length
-
-
-def _chunked(array: Array, count: int, width: int, padding: int) -> Array:
-    """[B, T, ...] -> [chunks, B, width, ...], padded with zeros."""
-    padded = jnp.pad(array, [(0, 0), (0, padding)] + [(0, 0)] * (array.ndim - 2))
-    split = padded.reshape(array.shape[0], count, width, *array.shape[2:])
-    return jnp.moveaxis(split, 1, 0)
-
-
-#: Up to this many chunks are unrolled: XLA:CPU runs the bodies of loops on one thread.
-_UNROLLED_CHUNKS = 8
-
-
-def _log_probabilities(
-    normed_BCD: Array, table_VD: Array, targets_BC: Array
-) -> tuple[Float32[Array, "B C V"], Float32[Array, "B C"], Float32[Array, "B C"]]:
-    logits_BCV = jnp.einsum("bcd,vd->bcv", normed_BCD, table_VD, preferred_element_type=jnp.float32)
-    log_total_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
-    chosen_BC = jnp.take_along_axis(logits_BCV, targets_BC[..., None], axis=-1)[..., 0]
-    return logits_BCV, log_total_BC, log_total_BC - chosen_BC
-
-
-def _cross_entropy(
-    normed_BTD: Array, table_VD: Array, batch: DeviceBatch, scale: Array, chunk_tokens: int
-) -> tuple[Float32[Array, ""], Array, Float32[Array, "V D"]]:
-    """Loss, gradient of the normed input and fp32 gradient of the table, chunk by chunk.
-
-    d loss / d logits = (softmax - onehot(target)) * mask * scale.
-    """
-    count, width, padding = _chunks(batch, chunk_tokens)
-    rows, length, hidden = normed_BTD.shape
-
-    def one_chunk(carry: tuple[Array, Array], chunk: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
-        loss, table_gradient_VD = carry
-        normed_BCD, targets_BC, mask_BC = chunk
-        logits_BCV, log_total_BC, losses_BC = _log_probabilities(normed_BCD, table_VD, targets_BC)
-        weight_BC = mask_BC.astype(jnp.float32) * scale
-        onehot_BCV = targets_BC[..., None] == jnp.arange(table_VD.shape[0])
-        gradient_BCV = (jnp.exp(logits_BCV - log_total_BC[..., None]) - onehot_BCV) * weight_BC[..., None]
-        gradient_BCV = gradient_BCV.astype(normed_BTD.dtype)
-        normed_gradient_BCD = jnp.einsum("bcv,vd->bcd", gradient_BCV, table_VD)
-        table_gradient_VD += jnp.einsum(
-            "bcv,bcd->vd", gradient_BCV, normed_BCD, preferred_element_type=jnp.float32
-        )
-        return (loss + jnp.sum(losses_BC * weight_BC), table_gradient_VD), normed_gradient_BCD
-
-    chunks = tuple(
-        _chunked(array, count, width, padding) for array in (normed_BTD, batch.targets_BT, batch.loss_mask_BT)
-    )
-    start = (jnp.zeros((), jnp.float32), jnp.zeros(table_VD.shape, jnp.float32))
-    unroll = count if count <= _UNROLLED_CHUNKS else 1
-    (loss, table_gradient_VD), gradient = jax.lax.scan(one_chunk, start, chunks, unroll=unroll)
-    gradient_BTD = jnp.moveaxis(gradient, 0, 1).reshape(rows, count * width, hidden)[:, :length]
-    return loss, gradient_BTD, table_gradient_VD
-
-
-def _cross_entropy_forward(
-    normed_BTD: Array, table_VD: Array, batch: DeviceBatch, chunk_tokens: int
-) -> Float32[Array, ""]:
-    count, width, padding = _chunks(batch, chunk_tokens)
-
-    def one_chunk(total: Array, chunk: tuple[Array, ...]) -> tuple[Array, None]:
-        normed_BCD, targets_BC, mask_BC = chunk
-        *_, losses_BC = _log_probabilities(normed_BCD, table_VD, targets_BC)
-        return total + jnp.sum(losses_BC * mask_BC), None
-
-    chunks = tuple(
-        _chunked(array, count, width, padding) for array in (normed_BTD, batch.targets_BT, batch.loss_mask_BT)
-    )
-    unroll = count if count <= _UNROLLED_CHUNKS else 1
-    total, _ = jax.lax.scan(one_chunk, jnp.zeros((), jnp.float32), chunks, unroll=unroll)
-    return total

@@ -161,8 +161,8 @@ def measure_profile(
         free = int(0.9 * shutil.disk_usage(options.nvme_folder).free)
         note("nvme_bytes", free, "0.9 of the free space of the folder's file system")
 
-    def capacities() -> None:
-        for figure, (value, how) in _capacities(device).items():
+    def memory() -> None:
+        for figure, (value, how) in capacities(device).items():
             note(figure, value, how)
 
     steps: list[tuple[str, Callable[[], None]]] = [
@@ -171,7 +171,7 @@ def measure_profile(
         ("host link", link),
         ("host memory and updates", host),
         ("NVMe", drive),
-        ("capacities", capacities),
+        ("capacities", memory),
     ]
     for done, (what, step) in enumerate(steps):
         progress(what, done, len(steps))
@@ -391,7 +391,14 @@ def _opened(path: pathlib.Path, flags: int) -> Iterator[tuple[int, bool]]:
         os.close(file)
 
 
-def _capacities(device: jax.Device) -> dict[str, tuple[int, str]]:
+def usable_device_bytes(device: jax.Device) -> int:
+    """Device memory that is free for a plan; on a CPU, where the host is the device, a share of it."""
+    usable = capacities(device)["device_bytes"][0]
+    return usable if device.platform == "cpu" else usable - int(device.memory_stats()["bytes_in_use"])
+
+
+def capacities(device: jax.Device) -> dict[str, tuple[int, str]]:
+    """Memory of the device and the host: figure of a profile -> bytes, and how they were found."""
     host = host_memory_bytes()
     if device.platform == "cpu":
         half = host // 2

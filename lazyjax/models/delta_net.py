@@ -71,7 +71,10 @@ def recurrent_gated_delta_rule(
     def step(s_BKGEF: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
         q_BKE, k_BKE, v_BKGF, g_BKG, beta_BKG, start_B = token
         kept_BKG = jnp.where(start_B[:, None, None], 0.0, jnp.exp(g_BKG))
-        return _one_token(s_BKGEF, q_BKE, k_BKE, v_BKGF, kept_BKG, beta_BKG)
+        s_BKGEF = s_BKGEF * kept_BKG[..., None, None]
+        change_BKGF = beta_BKG[..., None] * (v_BKGF - jnp.einsum("bke,bkgef->bkgf", k_BKE, s_BKGEF))
+        s_BKGEF = s_BKGEF + jnp.einsum("bke,bkgf->bkgef", k_BKE, change_BKGF)
+        return s_BKGEF, jnp.einsum("bke,bkgef->bkgf", q_BKE, s_BKGEF)
 
     tokens = (q_BTKE, k_BTKE, v_BTKGF, g_BTKG, beta_BTKG, segment_starts(segment_ids_BT))
     empty = jnp.zeros((rows, heads, groups, key_size, value_size), jnp.float32)
@@ -112,8 +115,9 @@ def continued_gated_delta_rule(
     A token with g = 0 and beta = 0 leaves the state as it is. Not meant to be differentiated.
     """
     if q_BTKE.shape[1] == 1:
-        q_BKE, k_BKE, v_BKGF = q_BTKE[:, 0], k_BTKE[:, 0], v_BTKGF[:, 0]
-        s_BKGEF, out_BKGF = _one_token(s_BKGEF, q_BKE, k_BKE, v_BKGF, jnp.exp(g_BTKG[:, 0]), beta_BTKG[:, 0])
+        s_BKGEF, out_BKGF = _one_token(
+            s_BKGEF, q_BTKE[:, 0], k_BTKE[:, 0], v_BTKGF[:, 0], jnp.exp(g_BTKG[:, 0]), beta_BTKG[:, 0]
+        )
         return out_BKGF[:, None], s_BKGEF
     one_segment_BT = jnp.ones(q_BTKE.shape[:2], jnp.int32)
     out_BTKGF, borders = _chunked(q_BTKE, k_BTKE, v_BTKGF, g_BTKG, beta_BTKG, one_segment_BT, s_BKGEF)
@@ -124,11 +128,17 @@ def continued_gated_delta_rule(
 def _one_token(
     s_BKGEF: Array, q_BKE: Array, k_BKE: Array, v_BKGF: Array, kept_BKG: Array, beta_BKG: Array
 ) -> tuple[Array, Array]:
-    """The state behind a token, and what the token reads."""
-    s_BKGEF = s_BKGEF * kept_BKG[..., None, None]
-    change_BKGF = beta_BKG[..., None] * (v_BKGF - jnp.einsum("bke,bkgef->bkgf", k_BKE, s_BKGEF))
-    s_BKGEF = s_BKGEF + jnp.einsum("bke,bkgf->bkgef", k_BKE, change_BKGF)
-    return s_BKGEF, jnp.einsum("bke,bkgef->bkgf", q_BKE, s_BKGEF)
+    """The state behind a token, and what the token reads.
+
+    With S' = kept S + k n^T the token reads q^T S' = kept q^T S + (q.k) n, so that the old state is read once
+    for both products and once for the update: states are what a decode step moves most of.
+    """
+    both_BXKE = jnp.stack([k_BKE, q_BKE], axis=1)
+    read_BXKGF = jnp.einsum("bxke,bkgef->bxkgf", both_BXKE, s_BKGEF) * kept_BKG[:, None, ..., None]
+    change_BKGF = beta_BKG[..., None] * (v_BKGF - read_BXKGF[:, 0])
+    similar_BK11 = jnp.einsum("bke,bke->bk", q_BKE, k_BKE)[..., None, None]
+    written_BKGEF = jnp.einsum("bke,bkgf->bkgef", k_BKE, change_BKGF)
+    return s_BKGEF * kept_BKG[..., None, None] + written_BKGEF, read_BXKGF[:, 1] + similar_BK11 * change_BKGF
 
 
 def _chunked(

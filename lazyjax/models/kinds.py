@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from lazyjax.models.template import Context, Decoding, LayerKind
 from lazyjax.specs import TensorSpec
 
 
+@runtime_checkable
 class DecoderBlock(Protocol):
     """A module that maps x_BTD to x_BTD, at once or piece by piece."""
 

@@ -22,7 +22,15 @@ from lazyjax.models.delta_net import (
     continued_gated_delta_rule,
 )
 from lazyjax.models.kinds import decoder_kind
-from lazyjax.models.layers import AttentionBlock, AttentionShape, Linear, RMSNorm, SwiGLU, normal
+from lazyjax.models.layers import (
+    AttentionBlock,
+    AttentionShape,
+    Linear,
+    RMSNorm,
+    SwiGLU,
+    normal,
+    scaled,
+)
 from lazyjax.models.template import Context, LayerKind
 
 #: Added to the squared length of queries and keys, as in the reference.
@@ -56,8 +64,8 @@ class GatedRMSNorm(nnx.Module):
         """Normalises and gates in float32; dtype kept."""
         wide = x.astype(jnp.float32)
         unit = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        scaled = self.weight[...] * unit.astype(x.dtype)
-        return (scaled * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+        weighted = scaled(unit.astype(x.dtype), self.weight[...])
+        return (weighted * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
 
 
 class ShortConvolution(nnx.Module):

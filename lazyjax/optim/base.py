@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import UInt8
 
+from lazyjax.config import SMALLEST_EPSILON
 from lazyjax.specs import SlabLayout, TensorSpec, item_bytes, slab_layout
 from lazyjax.storage.host import NUMPY_DTYPES, LayerSlabs, aligned_zeros
 
@@ -176,9 +177,20 @@ def check_hyperparameters(b1: float, b2: float, eps: float, weight_decay: float,
     for name, decay in (("b1", b1), ("b2", b2)):
         if not 0 <= decay < 1:
             raise ValueError(f"{name} is {decay}, not within [0, 1)")
-    if not 0 < eps < math.inf:
-        raise ValueError(f"eps is {eps}; it has to be positive, or an unused parameter divides by zero")
+    check_epsilon(eps)
     if not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay is {weight_decay}; it has to be finite and not negative")
     if threads < 1:
         raise ValueError(f"threads is {threads}; at least one updates")
+
+
+def check_epsilon(eps: float) -> None:
+    """Refuses what float32 units flush to zero: a parameter without gradient would divide zero by zero.
+
+    Raises:
+        ValueError: below the smallest normal number, or not finite.
+    """
+    if not SMALLEST_EPSILON <= eps < math.inf:
+        raise ValueError(
+            f"eps is {eps}; it has to be at least {SMALLEST_EPSILON:.4g}, the smallest normal float32"
+        )

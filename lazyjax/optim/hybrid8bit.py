@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Float32, Int32
 
+from lazyjax.optim.base import check_epsilon
 from lazyjax.optim.clipping import clip_factor
 from lazyjax.optim.codes import CodedMoment, decode_m, decode_v, encode_m, encode_v
 from lazyjax.specs import BLOCK_ELEMENTS
@@ -207,6 +208,8 @@ def hybrid8bit_adamw(
         raise ValueError(f"block_size {block_size} and min_8bit_size {min_8bit_size} have to be positive")
     if not 0 <= eight_bit_fraction <= 1:
         raise ValueError(f"eight_bit_fraction is {eight_bit_fraction}, not within [0, 1]")
+    if isinstance(eps, float | int):
+        check_epsilon(eps)
 
     def init_tensor(parameter: Array) -> TensorMoments:
         blocks = eight_bit_blocks(parameter.size, block_size, min_8bit_size, eight_bit_fraction)

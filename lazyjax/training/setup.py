@@ -43,6 +43,7 @@ from lazyjax.planning.plan.document import Plan
 from lazyjax.runs import read_run
 from lazyjax.specs import ModelSpec, Tier, item_bytes, slab_layout
 from lazyjax.storage.host import HostStore, allocate_host_store
+from lazyjax.training.checks import check_machine
 from lazyjax.training.display import Display, format_bytes, silence_when_closed
 from lazyjax.training.learning_rate import learning_rates
 from lazyjax.training.loop import Trainer, TrainingSchedule, plan_facts
@@ -182,6 +183,7 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
     if config.plan.devices > len(devices):
         raise SetupError(f"plan.devices is {config.plan.devices}, but JAX sees {len(devices)} device(s)")
     mesh = data_mesh(devices[: config.plan.devices])
+    check_machine(config, template, devices[0])
     optimizer = make_optimizer(config)
     state_bytes = training_state_bytes(
         spec, optimizer, gradient_dtype=config.optimizer.gradient_dtype, devices=mesh.size

@@ -9,12 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lazyjax.evaluation.exact_match import (
+    Answer,
     ExactMatch,
     answers_match,
     exact_match,
+    expected_answer,
     extract_answer,
+    find_answer,
     numeric_value,
 )
+from tests.evaluation.answer_forms import FORMS
 
 
 @pytest.mark.parametrize(
@@ -128,3 +132,52 @@ def test_score_counts_wrong_and_missing_answers() -> None:
 def test_lengths_must_agree() -> None:
     with pytest.raises(ValueError, match="shorter"):
         exact_match(["The answer is: 4"], [])
+
+
+def test_the_table_of_forms() -> None:
+    """Responses scored against references, written for this test."""
+    assert len(FORMS) >= 150
+    assert len({form[:2] for form in FORMS}) == len(FORMS)
+    wrong = [
+        (response, reference, right)
+        for response, reference, right in FORMS
+        if bool(exact_match([response], [reference]).correct) != right
+    ]
+    assert not wrong
+
+
+def test_how_an_answer_was_marked() -> None:
+    assert find_answer("#### 5") == Answer("5", "hashes")
+    assert find_answer("The answer is: 5") == Answer("5", "phrase")
+    assert find_answer("\\boxed{5}") == Answer("5", "boxed")
+    assert find_answer("first 4, then 5") == Answer("5", "plain")
+    assert find_answer("none") is None
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer"),
+    [
+        ("work\n#### 5", "5"),
+        ("5", "5"),
+        ("(1, 2)", "(1, 2)"),
+        ("A poem has many lines\nand no answer", None),
+        ("Seven words are too many to compare.", None),
+        ("", None),
+    ],
+)
+def test_a_reference_names_its_answer_or_is_refused(reference: str, answer: str | None) -> None:
+    assert expected_answer(reference) == answer
+
+
+@given(st.integers(0, 500), st.integers(1, 500))
+def test_the_interval_holds_the_share(correct: int, more: int) -> None:
+    result = ExactMatch(correct + more, correct, 0)
+    low, high = result.interval
+    assert 0 <= low <= result.score <= high <= 1
+
+
+def test_the_interval_is_wilsons() -> None:
+    """With z = 1.96: 0.5 +- z / (2 sqrt(n + z^2)) at one half, and z^2 / (n + z^2) above none of n."""
+    assert ExactMatch(100, 50, 0).interval == pytest.approx((0.5 - 0.0961683, 0.5 + 0.0961683), abs=1e-6)
+    assert ExactMatch(10, 0, 0).interval == pytest.approx((0.0, 3.8414588 / 13.8414588), abs=1e-6)
+    assert ExactMatch(0, 0, 0).interval == (0.0, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import pathlib
 
@@ -215,3 +216,21 @@ def test_a_drive_serves_batches_of_several_lengths(tmp_path: pathlib.Path) -> No
             batch = reference.random_batch(5, ROWS, length, tiny.VOCABULARY)
             expected = float(reference.mean_loss(MODEL, parameters, batch))
             assert executor.train_step(batch, 0.0).loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_ids_outside_the_vocabulary_are_refused_before_anything_runs(tmp_path: pathlib.Path) -> None:
+    """Where the target is masked out any value will do; -100 is usual."""
+    with executor_for(MODEL, mixed_plan(MODEL, 1), tmp_path) as (executor, _):
+        masked = BATCH.targets_BT.copy()
+        masked[~BATCH.loss_mask_BT] = -100
+        assert np.isfinite(executor.evaluate(dataclasses.replace(BATCH, targets_BT=masked))[0])
+        tokens = BATCH.tokens_BT.copy()
+        tokens[2, 5] = tiny.VOCABULARY
+        bad_tokens = dataclasses.replace(BATCH, tokens_BT=tokens)
+        bad_targets = dataclasses.replace(BATCH, targets_BT=np.where(BATCH.loss_mask_BT, -1, 0).astype("i4"))
+        for call in (lambda b: executor.train_step(b, 1e-3), executor.evaluate, executor.logits):
+            with pytest.raises(ValueError, match=f"row 2, position 5 .* token {tiny.VOCABULARY}"):
+                call(bad_tokens)
+            with pytest.raises(ValueError, match="target -1 is outside"):
+                call(bad_targets)
+        assert executor.applied_steps == 0

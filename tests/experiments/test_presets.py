@@ -5,9 +5,14 @@ import json
 import pytest
 
 from experiments import smollm2
+from experiments.prediction import difference_sentence
 from experiments.qwen27b import CONFIGS, PRESETS, choose_preset
 from lazyjax.config import ConfigError, load_config
-from lazyjax.models.registry import architecture
+from lazyjax.models.registry import architecture, build_template
+from lazyjax.planning.costs.sizes import model_sizes
+from lazyjax.planning.plan.baselines import keep_all, megatrain
+from lazyjax.planning.program.schedule import build_schedule
+from lazyjax.specs import Tier
 from lazyjax.training.setup import read_architecture
 
 
@@ -53,6 +58,27 @@ def test_smoke_has_the_proportions_of_the_full_model():
     assert small.rope == full.rope
     assert small.tie_word_embeddings == full.tie_word_embeddings
     assert small.rms_norm_eps == full.rms_norm_eps
+
+
+def test_the_small_run_trains_under_the_planners_plan_and_leaves_it_something_to_choose():
+    config = load_config(PRESETS["smoke"])
+    assert (config.plan.planner, config.plan.hardware) == ("milp", "calibrate")
+    template = build_template(read_architecture(config)[0])
+    names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
+    sizes = model_sizes(template, rows=4, sequence_length=128)
+    batch = {"rows": 8, "sequence_length": 128, "microbatches": 2}
+    peaks = [
+        build_schedule(rule(template.spec, names, **batch), sizes).peak_bytes()[Tier.DEVICE]
+        for rule in (megatrain, keep_all)
+    ]
+    assert config.plan.device_bytes is not None
+    assert peaks[0] < config.plan.device_bytes < peaks[1]
+
+
+def test_the_difference_from_the_paper_is_said():
+    sentence = difference_sentence({"megatrain": 198.2, "lazytrain": 262.7})
+    assert "MegaTrain 176.9 (simulated here 198.2, +12%)" in sentence
+    assert "simulated here 262.7, +19%" in sentence
 
 
 def test_configs_are_read_by_someone():

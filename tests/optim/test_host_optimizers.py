@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lazyjax.config import SMALLEST_EPSILON
 from lazyjax.optim.adamw import Bf16AdamW, Fp32AdamW
 from lazyjax.optim.base import VERSION, HostUpdateError
 from lazyjax.optim.host8bit import Hybrid8bit
@@ -211,12 +212,26 @@ def test_bad_scalars_are_refused_before_anything_is_written(name: str, bad: dict
 
 
 @pytest.mark.parametrize(
-    "bad", [{"b1": 1.0}, {"b2": -0.1}, {"eps": 0.0}, {"weight_decay": -1.0}, {"threads": -1}]
+    "bad",
+    [{"b1": 1.0}, {"b2": -0.1}, {"eps": 0.0}, {"eps": 1e-39}, {"weight_decay": -1.0}, {"threads": -1}],
 )
 @every_optimizer
 def test_bad_settings_are_refused(name: str, bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         make_host_optimizer(name, **bad)
+
+
+@every_path
+@every_optimizer
+def test_the_smallest_epsilon_leaves_unused_parameters_alone(name: str, path: str) -> None:
+    """Without gradient and decay nothing moves, whatever 0 is divided by."""
+    assert float(np.finfo(np.float32).tiny) == SMALLEST_EPSILON
+    optimizer = make_host_optimizer(name, eps=SMALLEST_EPSILON, weight_decay=0.0, path=path)
+    slabs = make_slabs()
+    slabs.gradient[:] = 0
+    before = slabs.hi.copy()
+    optimizer.update(slabs, optimizer.create_state(LAYOUT), **STEP)
+    np.testing.assert_array_equal(slabs.hi, before)
 
 
 def test_unknown_names_are_refused() -> None:

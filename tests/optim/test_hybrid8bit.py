@@ -140,7 +140,9 @@ def test_block_counts() -> None:
     assert eight_bit_blocks(10**6, 256, 4096, 0.0) == 0
 
 
-@pytest.mark.parametrize("bad", [{"block_size": 0}, {"min_8bit_size": -1}, {"eight_bit_fraction": 1.5}])
+@pytest.mark.parametrize(
+    "bad", [{"block_size": 0}, {"min_8bit_size": -1}, {"eight_bit_fraction": 1.5}, {"eps": 1e-39}]
+)
 def test_bad_settings_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         hybrid8bit_adamw(1e-3, **bad)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from lazyjax.models.cross_entropy import cross_entropy_and_gradients
 from lazyjax.models.residuals import backward_from
 from lazyjax.models.template import Context, LayerKind, ModelTemplate
 from lazyjax.planning.costs.trace import (
@@ -110,7 +111,7 @@ def _forward(kind: LayerKind, shape: CallShape, rows: int) -> Graph:
         inputs = kind_inputs(kind, shape.hidden_size, count, shape.sequence_length, shape.compute_dtype)
         return trace(lambda p, x, c: kind.apply(p, x, c), *inputs, marking=_marks(shape))
 
-    return _at_rows(at, ("forward", kind, shape), rows)
+    return at_rows(at, ("forward", kind, shape), rows)
 
 
 @functools.lru_cache(maxsize=256)
@@ -129,7 +130,7 @@ def _backward(kind: LayerKind, shape: CallShape, rows: int) -> Graph:
 
         return trace(backward, *inputs, dy, marking=_marks(shape))
 
-    return _at_rows(at, ("backward", kind, shape), rows)
+    return at_rows(at, ("backward", kind, shape), rows)
 
 
 @functools.lru_cache(maxsize=256)
@@ -141,44 +142,21 @@ def loss_graph(template: ModelTemplate, shape: CallShape, rows: int, chunk_token
         head, shape.hidden_size, rows, shape.sequence_length, shape.compute_dtype
     )
     table = jax.ShapeDtypeStruct((spec.vocabulary_size, shape.hidden_size), jnp.dtype(shape.compute_dtype))
-    width = min(shape.sequence_length, max(1, chunk_tokens // rows))
-    chunks = -(-shape.sequence_length // width)
 
     def loss(
         params: Any, table_VD: Array, x_BTD: Array, context: Any, targets_BT: Array, mask_BT: Array
     ) -> Any:
         normed_BTD, pullback = jax.vjp(lambda p, x: head.apply(p, x, context), params, x_BTD)
-        padding = [(0, 0), (0, chunks * width - shape.sequence_length)]
-
-        def split(array: Array) -> Array:
-            padded = jnp.pad(array, padding + [(0, 0)] * (array.ndim - 2))
-            return jnp.moveaxis(padded.reshape(rows, chunks, width, *array.shape[2:]), 1, 0)
-
-        def one_chunk(table_gradient_VD: Array, chunk: Any) -> tuple[Array, tuple[Array, Array]]:
-            normed_BCD, targets_BC, mask_BC = chunk
-            logits_BCV = jnp.einsum("bcd,vd->bcv", normed_BCD, table_VD, preferred_element_type=jnp.float32)
-            total_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
-            chosen_BC = jnp.take_along_axis(logits_BCV, targets_BC[..., None], axis=-1)[..., 0]
-            onehot_BCV = targets_BC[..., None] == jnp.arange(table_VD.shape[0])
-            gradient_BCV = (jnp.exp(logits_BCV - total_BC[..., None]) - onehot_BCV) * mask_BC[..., None]
-            gradient_BCV = gradient_BCV.astype(x_BTD.dtype)
-            table_gradient_VD += jnp.einsum(
-                "bcv,bcd->vd", gradient_BCV, normed_BCD, preferred_element_type=jnp.float32
-            )
-            normed_gradient_BCD = jnp.einsum("bcv,vd->bcd", gradient_BCV, table_VD)
-            return table_gradient_VD, (normed_gradient_BCD, total_BC - chosen_BC)
-
-        start = jnp.zeros(table_VD.shape, jnp.float32)
-        chunked = (split(normed_BTD), split(targets_BT), split(mask_BT))
-        table_gradient_VD, (gradient, losses) = jax.lax.scan(one_chunk, start, chunked)
-        gradient_BTD = jnp.moveaxis(gradient, 0, 1).reshape(rows, chunks * width, -1)
-        gradients, dx = pullback(gradient_BTD[:, : shape.sequence_length])
+        found = cross_entropy_and_gradients(
+            normed_BTD, table_VD, targets_BT, mask_BT, jnp.float32(1), chunk_tokens
+        )
+        gradients, dx = pullback(found.normed_gradient_BTD)
         shapes = [tensor.shape for tensor in head.parameters]
         small = tuple(g for g, size in zip(gradients, shapes, strict=True) if len(size) < 2)
-        return losses.sum(), dx, _flat((*small, table_gradient_VD))
+        return found.loss, dx, _flat((*small, found.table_gradient_VD))
 
     tokens = jax.ShapeDtypeStruct((rows, shape.sequence_length), jnp.int32)
-    mask = jax.ShapeDtypeStruct((rows, shape.sequence_length), jnp.float32)
+    mask = jax.ShapeDtypeStruct((rows, shape.sequence_length), jnp.bool_)
     return trace(loss, params, table, x, context, tokens, mask)
 
 
@@ -252,7 +230,8 @@ _Traced = dict[tuple[Any, ...], tuple[Graph, Graph]]
 _traced: _Traced = {}
 
 
-def _at_rows(at: Callable[[int], Graph], key: tuple[Any, ...], rows: int) -> Graph:
+def at_rows(at: Callable[[int], Graph], key: tuple[Any, ...], rows: int) -> Graph:
+    """The graph that `at` traces, at any number of rows, from two tracings that are kept under `key`."""
     if key not in _traced:
         _traced[key] = (at(_LOW_ROWS), at(_HIGH_ROWS))
     try:

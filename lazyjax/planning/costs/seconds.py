@@ -89,7 +89,7 @@ class TemplateWork:
         return _work_of(self, kind, phase, saved)[1]
 
     def save_sets(self, kind: str, seconds: Callable[[Work], float]) -> tuple[SaveSet, ...]:
-        """See `lazyjax.planning.layer_work.save_sets`."""
+        """See `lazyjax.planning.costs.layers.save_sets`."""
         layer_kind = self.template.kinds[kind]
         if not layer_kind.residual_names:
             return (SaveSet((), 0, seconds(self.work(kind, Action.BACKWARD, ()))),)

@@ -117,10 +117,13 @@ def infeasible_message(request: Request, found: SearchResult, offers: Mapping[st
     """Which sum fails, by how much, and what would help: one line."""
     if not found.shortfall_bytes:
         return f"no plan was found for {request.rows} rows, though some may fit; give it more time"
-    missing = " and ".join(
-        _sum_that_fails(request, tier, size) for tier, size in found.shortfall_bytes.items()
-    )
-    helpful = nearest_changes(request, found.shortfall_bytes, offers)
+    return refusal(request, found.shortfall_bytes, offers)
+
+
+def refusal(request: Request, shortfall: Mapping[Tier, int], offers: Mapping[str, Request]) -> str:
+    """The same for a shortfall that is known: bytes missing per tier."""
+    missing = " and ".join(_sum_that_fails(request, tier, size) for tier, size in shortfall.items())
+    helpful = nearest_changes(request, shortfall, offers)
     return f"no plan fits {request.rows} rows: {missing}; it fits with {', or '.join(helpful)}"
 
 

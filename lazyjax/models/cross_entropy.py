@@ -1,0 +1,129 @@
+"""The loss at the end of every model: logits and cross-entropy in chunks of tokens.
+
+Logits of a whole batch never exist; a chunk's are made, used for loss and gradients, and dropped. The
+executor's kernels and the planner's cost model both call these functions.
+
+Axes: B rows, T tokens, D hidden, V vocabulary, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+#: Up to this many chunks are unrolled: XLA:CPU runs the bodies of loops on one thread.
+_UNROLLED_CHUNKS = 8
+
+
+class Chunks(NamedTuple):
+    """T cut into `number` chunks of `width` tokens; the last `padding` tokens do not exist."""
+
+    number: int
+    width: int
+    padding: int
+
+
+class LossAndGradients(NamedTuple):
+    """The loss, and its gradients with respect to the normed input and the table."""
+
+    loss: Float32[Array, ""]
+    normed_gradient_BTD: Float[Array, "B T D"]
+    table_gradient_VD: Float32[Array, "V D"]
+
+
+def balanced_chunks(rows: int, length: int, most_tokens: int) -> Chunks:
+    """The fewest chunks of at most `most_tokens` tokens (over all rows), of nearly equal length.
+
+    Less than one token per chunk and row is padding.
+    """
+    widest = min(length, max(1, most_tokens // rows))
+    count = -(-length // widest)
+    width = -(-length // count)
+    return Chunks(count, width, count * width - length)
+
+
+def cross_entropy(
+    normed_BTD: Float[Array, "B T D"],
+    table_VD: Float[Array, "V D"],
+    targets_BT: Int32[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    chunk_tokens: int,
+) -> Float32[Array, ""]:
+    """Sum of -log p over unmasked targets; masked ones may have any value."""
+
+    def one_chunk(total: Array, chunk: tuple[Array, ...]) -> tuple[Array, None]:
+        normed_BCD, targets_BC, mask_BC = chunk
+        *_, losses_BC = _log_probabilities(normed_BCD, table_VD, targets_BC)
+        return total + jnp.sum(losses_BC * mask_BC), None
+
+    chunks, inputs = _chunked_inputs(normed_BTD, targets_BT, mask_BT, chunk_tokens)
+    total, _ = jax.lax.scan(one_chunk, jnp.zeros((), jnp.float32), inputs, unroll=_unroll(chunks))
+    return total
+
+
+def cross_entropy_and_gradients(
+    normed_BTD: Float[Array, "B T D"],
+    table_VD: Float[Array, "V D"],
+    targets_BT: Int32[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    scale: Float32[Array, ""],
+    chunk_tokens: int,
+) -> LossAndGradients:
+    """The sum of -log p over unmasked targets times `scale`, with its gradients.
+
+    d loss / d logits = (softmax - onehot(target)) * mask * scale. Masked targets may have any value.
+    """
+
+    def one_chunk(carry: tuple[Array, Array], chunk: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
+        loss, table_gradient_VD = carry
+        normed_BCD, targets_BC, mask_BC = chunk
+        logits_BCV, log_total_BC, losses_BC = _log_probabilities(normed_BCD, table_VD, targets_BC)
+        weight_BC = mask_BC.astype(jnp.float32) * scale
+        onehot_BCV = targets_BC[..., None] == jnp.arange(table_VD.shape[0])
+        gradient_BCV = (jnp.exp(logits_BCV - log_total_BC[..., None]) - onehot_BCV) * weight_BC[..., None]
+        gradient_BCV = gradient_BCV.astype(normed_BTD.dtype)
+        normed_gradient_BCD = jnp.einsum("bcv,vd->bcd", gradient_BCV, table_VD)
+        table_gradient_VD += jnp.einsum(
+            "bcv,bcd->vd", gradient_BCV, normed_BCD, preferred_element_type=jnp.float32
+        )
+        return (loss + jnp.sum(losses_BC * weight_BC), table_gradient_VD), normed_gradient_BCD
+
+    rows, length, hidden = normed_BTD.shape
+    chunks, inputs = _chunked_inputs(normed_BTD, targets_BT, mask_BT, chunk_tokens)
+    start = (jnp.zeros((), jnp.float32), jnp.zeros(table_VD.shape, jnp.float32))
+    (loss, table_gradient_VD), gradient = jax.lax.scan(one_chunk, start, inputs, unroll=_unroll(chunks))
+    gradient_BTD = jnp.moveaxis(gradient, 0, 1).reshape(rows, -1, hidden)[:, :length]
+    return LossAndGradients(loss, gradient_BTD, table_gradient_VD)
+
+
+def _log_probabilities(
+    normed_BCD: Array, table_VD: Array, targets_BC: Array
+) -> tuple[Float32[Array, "B C V"], Float32[Array, "B C"], Float32[Array, "B C"]]:
+    logits_BCV = jnp.einsum("bcd,vd->bcv", normed_BCD, table_VD, preferred_element_type=jnp.float32)
+    log_total_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
+    chosen_BC = jnp.take_along_axis(logits_BCV, targets_BC[..., None], axis=-1)[..., 0]
+    return logits_BCV, log_total_BC, log_total_BC - chosen_BC
+
+
+def _chunked_inputs(
+    normed_BTD: Array, targets_BT: Array, mask_BT: Array, chunk_tokens: int
+) -> tuple[Chunks, tuple[Array, ...]]:
+    rows, length, _ = normed_BTD.shape
+    chunks = balanced_chunks(rows, length, chunk_tokens)
+    # -100 and its like would be looked up outside the vocabulary: NaN, which no mask takes away.
+    targets_BT = jnp.where(mask_BT, targets_BT, 0)
+    return chunks, tuple(_chunked(array, chunks) for array in (normed_BTD, targets_BT, mask_BT))
+
+
+def _chunked(array: Array, chunks: Chunks) -> Array:
+    """[B, T, ...] -> [chunks, B, width, ...], padded with zeros."""
+    padded = jnp.pad(array, [(0, 0), (0, chunks.padding)] + [(0, 0)] * (array.ndim - 2))
+    split = padded.reshape(array.shape[0], chunks.number, chunks.width, *array.shape[2:])
+    return jnp.moveaxis(split, 1, 0)
+
+
+def _unroll(chunks: Chunks) -> int:
+    return chunks.number if chunks.number <= _UNROLLED_CHUNKS else 1

@@ -1,0 +1,184 @@
+"""What the machine must have for a run, checked before minutes go into data and calibration.
+
+Threads, folders, and the memory of a step: a batch whose smallest possible step fits neither the device nor
+the host is refused here, with the sum that fails, and nothing has been allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable
+
+import jax
+
+from lazyjax.config import DEFAULT_OPTIMIZER, Config
+from lazyjax.hardware.measure import capacities, device_label
+from lazyjax.hardware.profile import HardwareProfile
+from lazyjax.models.template import ModelTemplate
+from lazyjax.optim.make import usable_cpus
+from lazyjax.planning.costs.sizes import BATCH_BYTES_PER_TOKEN
+from lazyjax.planning.plan.baselines import BASELINES, without_nvme
+from lazyjax.planning.planner.feasibility import feasible, nearest_miss
+from lazyjax.planning.planner.question import Request, lean_problem, settings_of
+from lazyjax.planning.planner.request import build_request
+from lazyjax.planning.planner.search import predict
+from lazyjax.planning.planner.service import refusal
+from lazyjax.specs import Tier, item_bytes
+
+
+class MachineError(ValueError):
+    """The machine lacks what the configuration asks for; the message names the key and the sum."""
+
+
+def check_machine(config: Config, template: ModelTemplate, device: jax.Device) -> None:
+    """All checks that need no data.
+
+    Raises:
+        MachineError: naming the key, what it asks for and what there is.
+    """
+    cpus = usable_cpus()
+    if config.optimizer.threads > cpus:
+        raise MachineError(
+            f"optimizer.threads is {config.optimizer.threads}, this process may use {cpus} CPU(s); "
+            "0 takes every one of them"
+        )
+    folders = {
+        "run.folder": config.run.folder,
+        "data.cache_folder": config.data.cache_folder,
+        "plan.nvme_folder": config.plan.nvme_folder,
+    }
+    for key, folder in folders.items():
+        if folder is not None:
+            _check_folder(key, folder)
+    check_step_memory(config, template, device)
+
+
+def _check_folder(key: str, folder: pathlib.Path) -> None:
+    """A folder that is there and takes a file, or one that can be made; nothing is left behind."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        raise MachineError(f"{key} {folder}: {existing} is a file, not a folder")
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise MachineError(f"{key} {folder}: cannot be written ({error.strerror})") from error
+
+
+def check_step_memory(config: Config, template: ModelTemplate, device: jax.Device) -> None:
+    """Whether some plan (or the rule that was asked for) fits device and host at all.
+
+    Raises:
+        MachineError: says which memory, how much the leanest step takes, and what would help.
+    """
+    limits = {figure: value for figure, (value, _) in capacities(device).items()}
+    device_bytes, host_bytes = limits["device_total_bytes"], limits["host_bytes"]
+    keys = f"data.rows {config.data.rows} x data.sequence_length {config.data.sequence_length}"
+    tokens = config.data.rows * config.data.sequence_length
+    hidden_bytes = template.spec.hidden_size * item_bytes(config.model.compute_dtype)
+    # The batch itself, and what passes between two layers, are somewhere whatever a plan does.
+    least = tokens * (BATCH_BYTES_PER_TOKEN + hidden_bytes)
+    there = config.plan.devices * device_bytes + host_bytes
+    if config.plan.nvme_folder is None and least > there:
+        raise MachineError(
+            f"{keys}: the batch and one layer's input alone take {least / 1e9:,.1f} GB, device and host have "
+            f"{there / 1e9:,.1f} GB: lower one of the two"
+        )
+    ask = functools.partial(
+        _request, template=template, device=device, device_bytes=device_bytes, host_bytes=host_bytes
+    )
+    request = ask(config)
+    try:
+        if config.plan.file is None and config.plan.planner != "milp":
+            _check_rule(config, template, request, keys)
+        elif config.plan.file is None and not feasible(request):
+            finest = dataclasses.replace(request, microbatches=request.microbatches or request.rows)
+            shortfall = nearest_miss([lean_problem(request, setting) for setting in settings_of(finest)])
+            words = refusal(request, shortfall, _offers(config, ask))
+            raise MachineError(f"{keys}: {words}; shorter sequences take less")
+    except OverflowError as error:
+        raise MachineError(f"{keys}: too large for any machine") from error
+
+
+def _offers(config: Config, ask: Callable[[Config], Request]) -> dict[str, Request]:
+    """What else the configuration could say, for the message where nothing fits."""
+    offers: dict[str, Request] = {}
+    if config.optimizer.name != DEFAULT_OPTIMIZER:
+        optimizer = config.optimizer.model_copy(update={"name": DEFAULT_OPTIMIZER})
+        offers[f"optimizer.name {DEFAULT_OPTIMIZER}"] = ask(
+            config.model_copy(update={"optimizer": optimizer})
+        )
+    if config.plan.nvme_folder is None:
+        plan = config.plan.model_copy(update={"nvme_folder": pathlib.Path("drive")})
+        offers["a large plan.nvme_folder"] = ask(config.model_copy(update={"plan": plan}))
+    return offers
+
+
+def _check_rule(config: Config, template: ModelTemplate, request: Request, keys: str) -> None:
+    names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
+    given = ("microbatches", "prefetch", "backward_prefetch", "update", "interlayer_home")
+    fixed = {key: getattr(config.plan, key) for key in given if getattr(config.plan, key) is not None}
+    batch = {"rows": config.data.rows, "sequence_length": config.data.sequence_length}
+    plan = BASELINES[config.plan.planner](template.spec, names, **batch, **fixed)
+    plan = plan if config.plan.nvme_folder is not None else without_nvme(plan)
+    needed = predict(request, plan).peak_bytes[Tier.DEVICE.value]
+    if needed > request.capacity[Tier.DEVICE]:
+        raise MachineError(
+            f"{keys}: the rule {config.plan.planner} in {plan.microbatches} microbatch(es) takes "
+            f"{needed / 1e9:.2f} GB of device memory, {request.capacity[Tier.DEVICE] / 1e9:.2f} GB are "
+            "there: use more plan.microbatches, fewer data.rows, or plan.planner milp, which finds what fits"
+        )
+
+
+def _request(
+    config: Config, template: ModelTemplate, device: jax.Device, *, device_bytes: int, host_bytes: int
+) -> Request:
+    """A question about memory only: its rates are never used."""
+    rates = dict.fromkeys(
+        (
+            "matmul_flops_per_second",
+            "device_bandwidth_bytes_per_second",
+            "h2d_bytes_per_second",
+            "d2h_bytes_per_second",
+            "interconnect_bytes_per_second",
+            "nvme_read_bytes_per_second",
+            "nvme_write_bytes_per_second",
+        ),
+        1e12,
+    )
+    figures = {
+        **rates,
+        "device_total_bytes": device_bytes,
+        "device_bytes": device_bytes,
+        "duplex_factor": 1.0,
+        "host_bytes": host_bytes,
+        "nvme_bytes": 0 if config.plan.nvme_folder is None else 2**60,
+        "devices": config.plan.devices,
+    }
+    optimizer: str = config.optimizer.name
+    sources = dict.fromkeys(figures, "not used")
+    profile = HardwareProfile.model_validate(
+        {
+            "name": "memory",
+            "device": device_label(device),
+            **figures,
+            "host_update_parameters_per_second": {optimizer: 1e12},
+            "sources": {**sources, f"host_update_parameters_per_second.{optimizer}": "not used"},
+        }
+    )
+    request = build_request(
+        template,
+        profile,
+        rows=config.data.rows,
+        sequence_length=config.data.sequence_length,
+        optimizer=optimizer,
+        compute_dtype=config.model.compute_dtype,
+        gradient_dtype=config.optimizer.gradient_dtype,
+        device_bytes=config.plan.device_bytes,
+        host_bytes=config.plan.host_bytes,
+    )
+    return dataclasses.replace(request, microbatches=config.plan.microbatches)
