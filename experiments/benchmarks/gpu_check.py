@@ -28,7 +28,8 @@ import numpy as np
 
 from experiments.benchmarks.provenance import provenance
 from lazyjax.batch import Batch
-from lazyjax.execution.executor import Executor, build_executor
+from lazyjax.execution.build import build_executor
+from lazyjax.execution.executor import Executor
 from lazyjax.hardware.measure import (
     MeasureOptions,
     aligned_bytes,

@@ -27,7 +27,7 @@ import numpy as np
 
 from experiments.benchmarks.provenance import ROOT, provenance
 from lazyjax.batch import Batch
-from lazyjax.execution.executor import Executor, build_executor
+from lazyjax.execution.build import build_executor
 from lazyjax.models.architecture import Qwen2Architecture, Rope
 from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.optim.clipping import ClipRule
@@ -97,7 +97,6 @@ def measure(optimizer_name: str) -> dict[str, float]:
     executor.close()
     gc.collect()
     closed = resident_bytes()
-    Executor._sized_schedule.cache_clear()  # its keys hold the executor
     del executor, store, slabs
     gc.collect()
     released = resident_bytes()

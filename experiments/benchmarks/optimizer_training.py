@@ -30,8 +30,8 @@ from experiments.benchmarks.provenance import provenance
 from lazyjax.config import Config, load_config
 from lazyjax.data.batches import Batches, read_batches
 from lazyjax.data.chat import load_tokenizer
+from lazyjax.execution.build import executor_of
 from lazyjax.execution.executor import Executor
-from lazyjax.execution.host_update import HostUpdates
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.optim.clipping import ClipRule
@@ -96,11 +96,11 @@ def train(config: Config, kernels: Kernels, batches: Batches, label: str) -> Run
         for name, value in init_parameters(template, index, jax.random.key(config.training.seed)).items():
             rounded = value.astype(ml_dtypes.bfloat16) if label == CONTROL else value
             slabs.set_master(name, rounded)
-    executor = Executor(
+    executor = executor_of(
         kernels,
         choose_plan(config, template),
         store,
-        HostUpdates(store, make_optimizer(config)),
+        make_optimizer(config),
         clip=ClipRule(config.optimizer.clip, config.optimizer.clip_norm),
     )
     assert config.training.steps is not None

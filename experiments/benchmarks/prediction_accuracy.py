@@ -24,6 +24,7 @@ import jax
 from experiments.benchmarks.gpu_check import random_batch, random_store
 from experiments.benchmarks.provenance import provenance
 from lazyjax.batch import Batch
+from lazyjax.execution.build import executor_of
 from lazyjax.execution.calibrate import (
     Contention,
     calibrate,
@@ -31,8 +32,6 @@ from lazyjax.execution.calibrate import (
     kernels_of,
     measure_contention,
 )
-from lazyjax.execution.executor import Executor
-from lazyjax.execution.host_update import HostUpdates
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.hardware.measure import MeasureOptions, measure_profile
 from lazyjax.hardware.profile import HardwareProfile, load_profile
@@ -145,7 +144,7 @@ def alternate(
         keys[rows] = kernels_of([build_schedule(plan, sizes) for plan in plans_of_size], kernels)
     backward = MeasuredKey(template.spec.layers[1].kind, Action.BACKWARD, (), False, False)
     store = random_store(template, gradient_dtype=DTYPE)
-    executor = Executor(kernels, first, store, HostUpdates(store, optimizer), clip=ClipRule())
+    executor = executor_of(kernels, first, store, optimizer, clip=ClipRule())
     profiles: list[HardwareProfile] = []
     contentions: list[Contention] = []
     kernel_seconds: dict[tuple[int, MeasuredKey], list[float]] = defaultdict(list)

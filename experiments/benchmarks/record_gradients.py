@@ -18,7 +18,7 @@ import numpy as np
 from lazyjax.config import load_config
 from lazyjax.data.batches import read_batches
 from lazyjax.data.chat import load_tokenizer
-from lazyjax.execution.executor import build_executor
+from lazyjax.execution.build import build_executor
 from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.optim.adamw import Fp32AdamW
 from lazyjax.optim.base import HostState, StateDescription

@@ -29,8 +29,8 @@ import optax
 
 from experiments.benchmarks.provenance import provenance
 from lazyjax.batch import Batch
+from lazyjax.execution.build import executor_of
 from lazyjax.execution.executor import Executor
-from lazyjax.execution.host_update import HostUpdates
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.models.architecture import Qwen2Architecture, Rope
 from lazyjax.models.registry import build_template
@@ -124,8 +124,8 @@ def streamed_step(
             slabs.set_master(spec.name, np.asarray(value))
     kernels = Kernels(template, data_mesh(), compute_dtype="float32", gradient_dtype="float32")
     plan = recompute_all(template.spec, [], rows=batch.rows, sequence_length=batch.sequence_length)
-    updates = HostUpdates(store, make_host_optimizer(optimizer, weight_decay=DECAY))
-    executor = Executor(kernels, plan, store, updates, clip=ClipRule("global_norm", CLIP))
+    updater = make_host_optimizer(optimizer, weight_decay=DECAY)
+    executor = executor_of(kernels, plan, store, updater, clip=ClipRule("global_norm", CLIP))
     return lambda: executor.train_step(batch, RATE).loss, executor
 
 

@@ -1,73 +1,129 @@
 """A forward pass without a backward pass: evaluation loss and logits, streamed layer by layer.
 
-Needs no plan: every layer's parameters come once, one layer ahead, and nothing is kept.
+It keeps to the limits of the training plan, so that what trains also evaluates: microbatches of no
+more tokens, no more slabs ahead, and where activations wait on the host between layers, they do so
+here. Nothing is kept for a backward pass.
 """
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float32
+from jaxtyping import Float32
 
 from lazyjax.batch import Batch
-from lazyjax.execution.kernels import DeviceBatch, DeviceSlab, Kernels
-from lazyjax.execution.transfers import Transfers
+from lazyjax.execution.interfaces import Copies, LayerKernels
+from lazyjax.planning.plan.document import Plan
+from lazyjax.planning.program.schedule import OFFLOAD_WINDOW_ITEMS
 from lazyjax.storage.host import HostStore
 
 
 class ForwardPass:
     """Streams a model forward over whole batches."""
 
-    def __init__(self, kernels: Kernels, store: HostStore, transfers: Transfers) -> None:
-        self._kernels, self._store, self._transfers = kernels, store, transfers
+    def __init__(self, kernels: LayerKernels, store: HostStore, copies: Copies) -> None:
+        self._kernels, self._store, self._copies = kernels, store, copies
 
-    def loss_sum(self, batch: Batch, microbatches: int) -> float:
-        """Sum of -log p over the target tokens of `batch`, cut into `microbatches` equal parts."""
+    def loss_sum(self, batch: Batch, plan: Plan) -> float:
+        """Sum of -log p over the target tokens of `batch`, within the limits of `plan`."""
         kernel = self._kernels.evaluation_loss()
-        parts = self._run(batch, microbatches, kernel, needs_batch=True)
-        return float(np.sum(np.asarray(jax.device_get(parts), np.float64)))
+        parts = self._run(batch, plan, lambda slab, table, x, part: kernel(slab, table, x, part))
+        return float(np.sum(np.asarray(self._copies.read_scalars(list(parts)), np.float64)))
 
-    def logits(self, batch: Batch) -> Float32[np.ndarray, "B T V"]:
-        """All logits of `batch`; their size is B T V x 4 bytes on the device."""
-        (logits,) = self._run(batch, 1, self._kernels.logits(), needs_batch=False)
-        return np.asarray(jax.device_get(logits))
+    def logits(self, batch: Batch, plan: Plan) -> Float32[np.ndarray, "B T V"]:
+        """All logits of `batch`; those of one microbatch at a time are on the device."""
+        kernel = self._kernels.logits()
+        parts = self._run(batch, plan, lambda slab, table, x, part: kernel(slab, table, x, part.context))
+        return np.concatenate([np.asarray(jax.device_get(part)) for part in parts])[: batch.rows]
 
-    def _run(
-        self, batch: Batch, microbatches: int, head_kernel: Callable[..., Any], *, needs_batch: bool
-    ) -> list[Array]:
-        template = self._kernels.template
-        rows = batch.rows // microbatches
+    def _run(self, batch: Batch, plan: Plan, head_kernel: Callable[..., Any]) -> Iterator[Any]:
+        """BufferRole the head's kernel gives, microbatch by microbatch."""
+        template, copies = self._kernels.template, self._copies
+        rows, count = microbatches_of(batch, plan, devices=self._kernels.devices)
+        batch = batch.with_rows(count * rows)
         parts = [
-            self._transfers.batch_to_device(batch.slice_rows(start, start + rows))
-            for start in range(0, batch.rows, rows)
+            copies.batch_to_device(batch.slice_rows(part * rows, (part + 1) * rows)) for part in range(count)
         ]
-        activations: list[Array] = [part.tokens_BT for part in parts]
+        activations = _Activations(copies, plan, [part.tokens_BT for part in parts])
         head = len(template.spec.layers) - 1
-        for layer, slab in self._slabs():
-            if layer < head:
-                kernel = self._kernels.forward(template.kind(layer), ())
-                # One result at a time, so that an input is dropped as soon as it was used.
-                for index, part in enumerate(parts):
-                    activations[index] = kernel(slab, activations[index], part.context)[0]
-                continue
-            table_slab = self._transfers.slab_to_device(self._store.layers[0]) if template.spec.tied else None
-            return [
-                head_kernel(slab, table_slab, x_BTD, part if needs_batch else part.context)
-                for x_BTD, part in zip(activations, parts, strict=True)
-            ]
-        raise AssertionError("a model has a head")
+        previous = None
+        for layer, slab in self._slabs(plan.prefetch):
+            if layer == head:
+                table_slab = copies.slab_to_device(self._store.layers[0]) if template.spec.tied else None
+                for index in activations.order(reverse=False):
+                    yield head_kernel(slab, table_slab, activations.take(index), parts[index])
+                return
+            kernel = self._kernels.forward(template.kind(layer), ())
+            # Alternating the direction, the microbatch that leaves a layer last enters the next first.
+            for index in activations.order(reverse=layer % 2 == 1):
+                y, _, token = kernel(slab, activations.take(index), parts[index].context)
+                activations.put(index, y)
+            if previous is not None:
+                # At most one layer ahead of the device, so that what was given up is free.
+                jax.block_until_ready(previous)
+            previous = token
 
-    def _slabs(self) -> Iterator[tuple[int, DeviceSlab]]:
-        """Layers with their parameters; the next layer's copy is under way while one computes."""
-        following = self._transfers.slab_to_device(self._store.layers[0])
-        for layer in range(len(self._store.layers)):
-            slab = following
-            if layer + 1 < len(self._store.layers):
-                following = self._transfers.slab_to_device(self._store.layers[layer + 1])
-            yield layer, slab
+    def _slabs(self, depth: int) -> Iterator[tuple[int, Any]]:
+        """Layers with their parameters, of which `depth` are on the device or on their way."""
+        layers = self._store.layers
+        ahead: collections.deque[Any] = collections.deque()
+        for layer in range(len(layers)):
+            while len(ahead) < min(depth, len(layers) - layer):
+                ahead.append(self._copies.slab_to_device(layers[layer + len(ahead)]))
+            yield layer, ahead.popleft()
 
 
-__all__ = ["DeviceBatch", "ForwardPass"]
+def microbatches_of(batch: Batch, plan: Plan, *, devices: int) -> tuple[int, int]:
+    """Rows and number of equal microbatches of no more tokens than one of `plan` has.
+
+    Rows of padding fill the last one; a single row (on each device) may be longer than that.
+    """
+    tokens = plan.microbatch_rows * plan.sequence_length
+    most_units = max(1, tokens // batch.sequence_length // devices)
+    units = -(-batch.rows // devices)
+    count = -(-units // most_units)
+    return -(-units // count) * devices, count
+
+
+class _Activations:
+    """BufferRole goes from layer to layer: on the device, or on the host where the plan says so."""
+
+    def __init__(self, copies: Copies, plan: Plan, inputs: list[Any]) -> None:
+        self._copies, self._ahead = copies, plan.reload_ahead
+        self._streamed = plan.interlayer_home == "host"
+        self._device: dict[int, Any] = dict(enumerate(inputs))
+        self._host: dict[int, Any] = {}
+        self._leaving: collections.deque[int] = collections.deque()
+        self._order: list[int] = list(range(len(inputs)))
+
+    def order(self, *, reverse: bool) -> list[int]:
+        """Fixes the order in which the next layer takes the microbatches."""
+        self._order = sorted(self._device | self._host, reverse=reverse)
+        return self._order
+
+    def take(self, index: int) -> Any:
+        """A microbatch's activations, to be used once; those that follow are sent for."""
+        position = self._order.index(index)
+        for following in self._order[position : position + self._ahead + 1]:
+            if following not in self._device:
+                self._device[following] = self._copies.to_device(self._host.pop(following))
+        if index in self._leaving:
+            self._leaving.remove(index)
+            self._host.pop(index)
+        return self._device.pop(index)
+
+    def put(self, index: int, y: Any) -> None:
+        """A microbatch's activations for the next layer."""
+        self._device[index] = y
+        if not self._streamed:
+            return
+        self._host[index] = self._copies.to_host(y)
+        self._leaving.append(index)
+        while len(self._leaving) > OFFLOAD_WINDOW_ITEMS:
+            left = self._leaving.popleft()
+            jax.block_until_ready(self._host[left])
+            del self._device[left]

@@ -1,36 +1,25 @@
-"""Runs the optimizer on host slabs, behind the device's back.
+"""Optimizer state of all layers, on the host or on NVMe, and what is done with it.
 
-Updates of one step run in forward order on one worker (an optimizer may use more threads inside
-itself); the executor waits for a layer's update only when it is about to fetch that layer.
-
-A layer's optimizer state may live on NVMe. It passes through a few scratch copies: the next
-layers' are read while this one computes, and the last ones' are still being written.
+Nothing here decides when: the executor runs these functions on its host threads, where the
+schedule says (load_state, update, spill_state). A state that lives on NVMe passes through scratch
+copies; the schedule bounds how many are in use.
 """
 
 from __future__ import annotations
 
-import collections
-import time
+import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from lazyjax.optim.base import HostOptimizer, HostState
-from lazyjax.planning.program.schedule import STATE_WINDOW
 from lazyjax.storage.host import HostStore
-from lazyjax.storage.nvme import NvmeStore
-
-#: Layers whose state is read before their turn; with the one in use fewer than all scratch copies.
-_READ_AHEAD = STATE_WINDOW // 2
-
-#: Called with `update`, `load_state` or `spill_state` and its start and end (perf_counter seconds).
-Timed = Callable[[str, float, float], None]
+from lazyjax.storage.nvme import Drive, DriveTransfer
 
 
 class UpdateStep(NamedTuple):
-    """What the updates of one step need; `scales` holds each layer's clip factor."""
+    """BufferRole the updates of one step need; `scales` holds each layer's clip factor."""
 
     learning_rate: float
     step: int
@@ -38,131 +27,130 @@ class UpdateStep(NamedTuple):
 
 
 class HostUpdates:
-    """Optimizer state of all layers, and the worker that updates them."""
+    """Optimizer state of all layers, wherever it lives.
+
+    A state that was never updated takes no memory: it is mapped when it is placed.
+    """
 
     def __init__(self, store: HostStore, optimizer: HostOptimizer) -> None:
         self._store, self._optimizer = store, optimizer
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="host-update")
-        self._states: list[HostState | None] = [
-            optimizer.create_state(slabs.layout) for slabs in store.layers
-        ]
-        self._nvme: NvmeStore | None = None
-        self._queued: collections.deque[int] = collections.deque()
-        self._reading: dict[int, _Borrowed] = {}
-        self._scratch: list[_Borrowed] = []
+        self._on_host: dict[int, HostState] = {}
+        self._on_nvme: set[int] = set()
+        self._drive: Drive | None = None
+        self._borrowed: dict[int, HostState] = {}
+        self._scratch: list[HostState] = []
+        self._most_copies = 0
+        self._lock = threading.Lock()
 
-    def place_states(self, on_nvme: Iterable[int], nvme: NvmeStore | None) -> None:
-        """Moves the states of the layers in `on_nvme` to NVMe and all others to the host.
+    def place_states(self, on_nvme: Iterable[int], drive: Drive | None) -> None:
+        """Moves the states of the layers in `on_nvme` to the drive and all others to the host.
 
-        Must not run while updates are queued.
+        Must not run while updates are queued. BufferRole was used before stays where it was until everything
+        has arrived, so that after an error the states are as before.
+
+        Raises:
+            NvmeError: naming the array that could not be written or read.
         """
         wanted = set(on_nvme)
-        for layer, state in enumerate(self._states):
-            if layer in wanted and state is not None:
-                assert nvme is not None
-                for pending in [nvme.write(_key(layer, name), _raw(array)) for name, array in state.items()]:
-                    pending.result()
-                self._nvme, self._states[layer] = nvme, None
-            elif layer not in wanted and state is None:
-                self._states[layer] = self.read_state(layer)
+        leaving, coming = wanted - self._on_nvme, self._on_nvme - wanted
+        for layer in sorted(leaving):
+            assert drive is not None
+            state = self._on_host[layer] if layer in self._on_host else self._create(layer)
+            _finish([drive.write(_key(layer, name), _raw(array)) for name, array in state.items()])
+        arrived = {layer: self.read_state(layer) for layer in sorted(coming)}
+        for layer, state in arrived.items():
+            assert self._drive is not None
+            self._on_host[layer] = state
+            for name in state:
+                self._drive.delete(_key(layer, name))
+        for layer in leaving:
+            self._on_host.pop(layer, None)
+        self._on_nvme = wanted
+        for layer in range(len(self._store.layers)):
+            if layer not in wanted:
+                self._state(layer)  # mapped now, so that no step has to
+        self._drive = drive if wanted else None
+        self._scratch.clear()
 
     def read_state(self, layer: int) -> HostState:
         """The optimizer's arrays of one layer: those in use, or a copy of what is on NVMe.
 
         Must not run while updates are queued.
         """
-        state = self._states[layer]
-        if state is not None:
-            return state
-        copy = self._optimizer.create_state(self._store.layers[layer].layout)
-        self._read(layer, copy).finish()
-        for borrowed in self._scratch:
-            borrowed.finish()
+        if layer not in self._on_nvme:
+            return self._state(layer)
+        copy = self._create(layer)
+        self._start_reading(layer, copy)()
         return copy
 
-    def submit(self, layer: int, step: UpdateStep, timed: Timed) -> Future[None]:
-        """Queues the update of one layer."""
-        if self._states[layer] is None:
-            self._queued.append(layer)
-        return self._worker.submit(self._run, layer, step, timed)
+    def _state(self, layer: int) -> HostState:
+        if layer not in self._on_host:
+            self._on_host[layer] = self._create(layer)
+        return self._on_host[layer]
 
-    def _run(self, layer: int, step: UpdateStep, timed: Timed) -> None:
-        state = self._states[layer]
-        borrowed = None
-        if state is None:
-            start = time.perf_counter()
-            borrowed = self._borrow(layer)
-            state = borrowed.state
-            timed("load_state", start, time.perf_counter())
-        start = time.perf_counter()
+    def load(self, layer: int) -> Callable[[], None]:
+        """Starts reading a layer's state into a scratch copy; returns what waits for the end."""
+        with self._lock:
+            state = self._free_scratch(layer)
+            self._borrowed[layer] = state
+        return self._start_reading(layer, state)
+
+    def update(self, layer: int, step: UpdateStep) -> None:
+        """One optimizer step on a layer's slabs; a state on NVMe has to be loaded."""
         self._optimizer.update(
             self._store.layers[layer],
-            state,
+            self._borrowed[layer] if layer in self._on_nvme else self._state(layer),
             learning_rate=step.learning_rate,
             count=step.step,
             scale=step.scales[layer],
         )
-        timed("update", start, time.perf_counter())
-        if borrowed is not None:
-            assert self._nvme is not None
-            start = time.perf_counter()
-            for name, array in state.items():
-                borrowed.pending.append(self._nvme.write(_key(layer, name), _raw(array)))
-            timed("spill_state", start, time.perf_counter())
 
-    def _borrow(self, layer: int) -> _Borrowed:
-        """The layer's state in scratch memory; starts reading the next ones that are queued."""
-        self._queued.popleft()
-        borrowed = self._reading.pop(layer, None) or self._read(layer, self._free_scratch(layer))
-        borrowed.finish()
-        for following in list(self._queued)[:_READ_AHEAD]:
-            if following != layer and following not in self._reading:
-                self._reading[following] = self._read(following, self._free_scratch(following))
-        return borrowed
+    def spill(self, layer: int) -> Callable[[], None]:
+        """Starts writing a layer's state back; what is returned waits and gives up the scratch copy."""
+        assert self._drive is not None
+        state = self._borrowed[layer]
+        writes = [self._drive.write(_key(layer, name), _raw(array)) for name, array in state.items()]
 
-    def _free_scratch(self, layer: int) -> HostState:
-        """The scratch copy that was used longest ago, if it has the right sizes, else a new one."""
-        if len(self._scratch) >= STATE_WINDOW:
-            oldest = self._scratch.pop(0)
-            oldest.finish()
-            wanted = self._optimizer.describe_state(self._store.layers[layer].layout)
-            if {name: array.shape for name, array in oldest.state.items()} == {
-                name: shape for name, (shape, _) in wanted.items()
-            }:
-                return oldest.state
+        def end() -> None:
+            _finish(writes)
+            with self._lock:
+                self._scratch.append(self._borrowed.pop(layer))
+
+        return end
+
+    def _create(self, layer: int) -> HostState:
         return self._optimizer.create_state(self._store.layers[layer].layout)
 
-    def _read(self, layer: int, state: HostState) -> _Borrowed:
-        assert self._nvme is not None
-        for borrowed in self._scratch:
-            if borrowed.layer == layer:
-                borrowed.finish()
-        pending = [self._nvme.read(_key(layer, name), _raw(array)) for name, array in state.items()]
-        borrowed = _Borrowed(layer, state, pending)
-        self._scratch.append(borrowed)
-        return borrowed
+    def _free_scratch(self, layer: int) -> HostState:
+        """A scratch copy of the right sizes, new if none is free."""
+        description = self._optimizer.describe_state(self._store.layers[layer].layout)
+        wanted = {name: shape for name, (shape, _) in description.items()}
+        for index, state in enumerate(self._scratch):
+            if {name: array.shape for name, array in state.items()} == wanted:
+                return self._scratch.pop(index)
+        # No more copies than were ever in use at once: those of other sizes go, the oldest first.
+        self._most_copies = max(self._most_copies, len(self._borrowed) + 1)
+        while self._scratch and len(self._borrowed) + len(self._scratch) >= self._most_copies:
+            self._scratch.pop(0)
+        return self._create(layer)
 
-    def state_bytes(self) -> int:
-        """Bytes of optimizer state on the host (scratch copies not counted)."""
-        return sum(array.nbytes for state in self._states if state is not None for array in state.values())
-
-    def close(self) -> None:
-        """Waits for queued updates and stops the worker."""
-        self._worker.shutdown(wait=True)
-        for borrowed in self._scratch:
-            borrowed.finish()
+    def _start_reading(self, layer: int, state: HostState) -> Callable[[], None]:
+        drive = self._drive
+        assert drive is not None
+        reads = [drive.read(_key(layer, name), _raw(array)) for name, array in state.items()]
+        return lambda: _finish(reads)
 
 
-class _Borrowed:
-    """A scratch copy of one layer's state, and the reads or writes on it that are in flight."""
-
-    def __init__(self, layer: int, state: HostState, pending: list[Any]) -> None:
-        self.layer, self.state, self.pending = layer, state, pending
-
-    def finish(self) -> None:
-        """Waits until nothing reads or writes the copy any more."""
-        while self.pending:
-            self.pending.pop().result()
+def _finish(transfers: list[DriveTransfer]) -> None:
+    """Waits for all, also after an error, so that no memory is given up while a transfer uses it."""
+    errors = []
+    for transfer in transfers:
+        try:
+            transfer.result()
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _key(layer: int, name: str) -> str:

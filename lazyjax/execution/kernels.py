@@ -92,6 +92,11 @@ class Kernels:
         return self is other
 
     @property
+    def devices(self) -> int:
+        """Devices that share every batch and slab."""
+        return int(self.mesh.size)
+
+    @property
     def sharded(self) -> NamedSharding:
         """First axis split over the mesh."""
         return NamedSharding(self.mesh, PartitionSpec(DATA_AXIS))

@@ -2,19 +2,21 @@
 
 Device work is asynchronous: what the dispatching thread sees is only when an operation was
 issued. One watcher per resource waits for the results in issue order and notes when each became
-ready; an operation is taken to have started when it was issued or when the one before it on the
-same resource ended, whichever is later.
+ready; an operation is taken to have started when it was issued, when the one before it on the
+same resource ended, or when what it waits for ended, whichever is latest.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import queue
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
+from lazyjax.execution.pending import Pending
 from lazyjax.planning.program.schedule import Operation
 from lazyjax.timeline import Event, MemorySample, Resource, Timeline, shift_to_zero
 
@@ -24,7 +26,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._events: list[Event] = []
+        self._events: list[tuple[Operation, Event]] = []
         self._memory: list[MemorySample] = []
         self._step = 0
         self._queues: dict[Resource, queue.SimpleQueue[Any]] = {}
@@ -42,13 +44,13 @@ class Recorder:
         with self._lock:
             self._step, self._events, self._memory = step, [], []
 
-    def issued(self, operation: Operation, result: Any) -> None:
-        """Watches `result` (arrays or a future) of an operation that was just issued."""
-        self._queues[operation.resource].put((self._step, operation, result, time.perf_counter()))
+    def issued(self, operation: Operation, pending: Pending) -> None:
+        """Watches an operation of the device that was just issued."""
+        self._queues[operation.resource].put((self._step, operation, pending, time.perf_counter()))
 
-    def finished(self, operation: Operation, start: float, end: float) -> None:
-        """Records an operation that was timed where it ran, e.g. on a host thread."""
-        self._record(self._step, operation, start, end)
+    def timer(self, operation: Operation) -> Callable[[float, float], None]:
+        """Takes start and end of an operation of the current step that is timed where it runs."""
+        return functools.partial(self._record, self._step, operation)
 
     def memory(self, tier: str, live_bytes: int) -> None:
         """Records the live bytes of a tier now."""
@@ -62,12 +64,13 @@ class Recorder:
             resource_queue.put(drained)
             drained.wait()
         with self._lock:
-            origin = min((event.start_seconds for event in self._events), default=0.0)
+            events = _after_what_they_wait_for(self._events)
+            origin = min((event.start_seconds for event in events), default=0.0)
             memory = tuple(
                 MemorySample(max(0.0, sample.seconds - origin), sample.tier, sample.bytes)
                 for sample in self._memory
             )
-            return Timeline("measured", shift_to_zero(self._events), memory)
+            return Timeline("measured", shift_to_zero(events), memory)
 
     def close(self) -> None:
         """Stops the watchers."""
@@ -85,30 +88,43 @@ class Recorder:
             if isinstance(entry, threading.Event):
                 entry.set()
                 continue
-            step, operation, result, issued = entry
+            step, operation, pending, issued = entry
             try:
-                result.result() if hasattr(result, "result") else jax.block_until_ready(result)
+                pending.wait()
             except Exception:
+                # The walk meets the same error where it waits.
+                del entry, pending
                 continue
             end = time.perf_counter()
             self._record(step, operation, max(issued, previous_end), end)
             previous_end = end
-            del entry, result
+            # Nothing is kept alive only because it was timed.
+            del entry, pending
 
     def _record(self, step: int, operation: Operation, start: float, end: float) -> None:
         with self._lock:
             if step != self._step:
                 return
-            self._events.append(
-                Event(
-                    step=step,
-                    operation=operation.index,
-                    action=operation.action.value,
-                    resource=operation.resource,
-                    layer=operation.layer,
-                    microbatch=operation.microbatch,
-                    start_seconds=start,
-                    end_seconds=end,
-                    bytes=operation.bytes,
-                )
+            event = Event(
+                step=step,
+                operation=operation.index,
+                action=operation.action.value,
+                resource=operation.resource,
+                layer=operation.layer,
+                microbatch=operation.microbatch,
+                start_seconds=start,
+                end_seconds=end,
+                bytes=operation.bytes,
             )
+            self._events.append((operation, event))
+
+
+def _after_what_they_wait_for(events: Sequence[tuple[Operation, Event]]) -> list[Event]:
+    """Events with their starts moved behind the ends of what they wait for, which was issued early."""
+    ends = {event.operation: event.end_seconds for _, event in events}
+    moved = []
+    for operation, event in events:
+        ready = max((ends[wait] for wait in operation.waits if wait in ends), default=0.0)
+        start = min(max(event.start_seconds, ready), event.end_seconds)
+        moved.append(dataclasses.replace(event, start_seconds=start))
+    return moved

@@ -7,25 +7,17 @@ On a CPU backend the same code runs; a copy may then be an alias, and bytes are 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from lazyjax.batch import Batch
 from lazyjax.execution.kernels import DeviceBatch, DeviceSlab
 from lazyjax.storage.host import LayerSlabs
-
-
-def device_bytes(tree: Any) -> int:
-    """Bytes on one device of all arrays in `tree` (the largest shard of each)."""
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        shard: int = int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64))
-        total += shard * leaf.dtype.itemsize
-    return total
 
 
 class Transfers:
@@ -34,6 +26,7 @@ class Transfers:
     def __init__(self, sharded: NamedSharding, compute_dtype: str) -> None:
         self._device = sharded
         self._host = sharded.with_memory_kind("pinned_host")
+        self._replicated = NamedSharding(sharded.mesh, PartitionSpec())
         self._both_halves = compute_dtype == "float32"
 
     def slab_to_device(self, slabs: LayerSlabs) -> DeviceSlab:
@@ -59,6 +52,10 @@ class Transfers:
             *(jax.device_put(np.ascontiguousarray(a), self._device, may_alias=False) for a in arrays)
         )
 
+    def scalar_to_device(self, value: float) -> Array:
+        """A float32 scalar on every device."""
+        return jax.device_put(np.float32(value), self._replicated)
+
     def to_host(self, array: Array) -> Array:
         """Starts the copy of a device array into pinned host memory."""
         return jax.device_put(array, self._host)
@@ -67,12 +64,35 @@ class Transfers:
         """Starts the copy of a pinned host array to the device."""
         return jax.device_put(array, self._device)
 
-    def from_bytes(self, raw: np.ndarray, shape: tuple[int, ...], dtype: Any) -> Array:
+    def to_bytes(self, array: Array) -> np.ndarray:
+        """The bytes of a pinned host array; waits for the copy that fills it."""
+        return np.ascontiguousarray(jax.device_get(array)).reshape(-1).view(np.uint8)
+
+    def describe(self, array: Array) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of an array, without its contents."""
+        return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+    def empty_bytes(self, like: jax.ShapeDtypeStruct) -> np.ndarray:
+        """Host memory for all bytes of such an array."""
+        return np.empty(math.prod(like.shape) * like.dtype.itemsize, np.uint8)
+
+    def from_bytes(self, raw: np.ndarray, like: jax.ShapeDtypeStruct) -> Array:
         """A pinned host array from bytes that were read back from NVMe."""
-        return jax.device_put(raw.view(dtype).reshape(shape), self._host)
+        return jax.device_put(raw.view(like.dtype).reshape(like.shape), self._host)
 
+    def into_slab(self, delivered: Array, gradient_N: np.ndarray) -> None:
+        """Copies a gradient from pinned host memory, where it has arrived, into its slab."""
+        for shard in delivered.addressable_shards:
+            gradient_N[shard.index] = np.asarray(shard.data)
 
-def copy_into_slab(delivered: Array, gradient_N: np.ndarray) -> None:
-    """Waits for a gradient in pinned host memory and copies it into its slab."""
-    for shard in delivered.addressable_shards:
-        gradient_N[shard.index] = np.asarray(shard.data)
+    def read_scalars(self, values: Any) -> list[float]:
+        """The values of scalar arrays; waits for the kernels that compute them."""
+        return [float(value) for value in jax.device_get(values)]
+
+    def device_bytes(self, tree: Any) -> int:
+        """Bytes on one device of all arrays in `tree` (the largest shard of each)."""
+        total = 0
+        for leaf in jax.tree.leaves(tree):
+            shard: int = int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64))
+            total += shard * leaf.dtype.itemsize
+        return total

@@ -25,8 +25,8 @@ from lazyjax.data import chat
 from lazyjax.data.batches import load_data_tokenizer, read_batches
 from lazyjax.data.loader import Loader
 from lazyjax.data.sources import problems_folder
+from lazyjax.execution.build import checked_schedules, executor_of
 from lazyjax.execution.executor import Executor, StepResult
-from lazyjax.execution.host_update import HostUpdates
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.hardware.measure import device_label
 from lazyjax.huggingface import find
@@ -43,6 +43,7 @@ from lazyjax.planning.plan.document import Plan
 from lazyjax.runs import read_run
 from lazyjax.specs import ModelSpec, Tier, item_bytes, slab_layout
 from lazyjax.storage.host import HostStore, allocate_host_store
+from lazyjax.training.capacity import check_capacity, needed_bytes
 from lazyjax.training.checks import check_machine
 from lazyjax.training.display import Display, format_bytes, silence_when_closed
 from lazyjax.training.learning_rate import learning_rates
@@ -52,9 +53,6 @@ from lazyjax.training.run_folder import RunFolder, create_run_folder
 from lazyjax.training.screens import plan_sentences, same_device, show_closing, show_facts
 from lazyjax.training.start_plan import choose
 from lazyjax.training.status import say
-
-#: Left for Python, JAX and the batches when host memory is checked.
-_OTHER_HOST_BYTES = 2**30
 
 
 class SetupError(ValueError):
@@ -95,17 +93,6 @@ def training_state_bytes(
     return total
 
 
-def _check_host_memory(needed_bytes: int, optimizer_name: str) -> None:
-    available_bytes = available_host_bytes()
-    if available_bytes is None or needed_bytes + _OTHER_HOST_BYTES <= available_bytes:
-        return
-    hint = "" if optimizer_name == "hybrid8bit" else "optimizer.name hybrid8bit takes less; "
-    raise SetupError(
-        f"parameters, gradients and optimizer state take {format_bytes(needed_bytes)} of host memory, "
-        f"{format_bytes(available_bytes)} are available: {hint}or use a smaller model or a larger machine"
-    )
-
-
 def _check_disk(folder: pathlib.Path, needed_bytes: int) -> None:
     """A model that cannot be written at the end is better known of before training."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -128,16 +115,6 @@ def _check_replanning(config: Config, steps: int) -> None:
     raise ConfigError(
         f"plan.replan_after_steps ({after_steps}) leaves nothing of {words} for another plan to run"
     )
-
-
-def available_host_bytes() -> int | None:
-    """Memory that can be had without swapping (Linux; None elsewhere)."""
-    try:
-        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _fill_store(store: HostStore, template: ModelTemplate, checkpoint: Checkpoint | None, seed: int) -> None:
@@ -188,7 +165,6 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
     state_bytes = training_state_bytes(
         spec, optimizer, gradient_dtype=config.optimizer.gradient_dtype, devices=mesh.size
     )
-    _check_host_memory(state_bytes, optimizer.name)
     tokenizer_folder = config.data.tokenizer or config.model.folder or problems_folder()
     tokenizer = load_data_tokenizer(config.data, tokenizer_folder)
     own_template = config.data.chat_template is None and tokenizer.chat_template
@@ -208,6 +184,17 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
     kernels = Kernels(template, mesh, config.model.compute_dtype, config.optimizer.gradient_dtype)
     choice = choose(config, template, kernels, console)
     plan, replanner = choice.plan, make_replanner(config, template, choice)
+    schedules = checked_schedules(kernels, optimizer)
+    check_capacity(
+        needed_bytes(
+            schedules(plan, plan.sequence_length),
+            spec,
+            gradient_dtype=config.optimizer.gradient_dtype,
+            devices=mesh.size,
+        ),
+        optimizer_name=optimizer.name,
+        nvme_folder=config.plan.nvme_folder,
+    )
     folder = create_run_folder(config, spec.name)
     folder.write_plan(plan)
     weights = "random weights" if checkpoint is None else f"weights from {config.model.folder}"
@@ -237,14 +224,15 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         decay_vectors=config.optimizer.decay_vectors,
     )
     _fill_store(store, template, checkpoint, config.training.seed)
-    updates = HostUpdates(store, optimizer)
-    executor = Executor(
+    executor = executor_of(
         kernels,
         plan,
         store,
-        updates,
+        optimizer,
         clip=ClipRule(config.optimizer.clip, config.optimizer.clip_norm),
         nvme_folder=config.plan.nvme_folder,
+        run=folder.path.name,
+        schedules=schedules,
     )
 
     display = Display(console, steps=schedule.steps, log_every=config.training.log_every)
@@ -283,7 +271,6 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         yield Prepared(trainer, template, store, folder, executor)
     finally:
         executor.close()
-        updates.close()
 
 
 def make_training_schedule(config: Config, loader: Loader) -> TrainingSchedule:

@@ -16,8 +16,8 @@ import numpy as np
 import optax
 import pytest
 
+from lazyjax.execution.build import executor_of
 from lazyjax.execution.executor import Executor
-from lazyjax.execution.host_update import HostUpdates
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.clipping import ClipMode, ClipRule
@@ -61,7 +61,7 @@ def executor_for(
 ) -> Iterator[tuple[Executor, HostStore]]:
     parameters = reference.random_parameters(MODEL, seed=1)
     store = tiny.filled_store(MODEL, parameters, gradient_dtype="bfloat16")
-    executor = Executor(KERNELS, plan(update), store, HostUpdates(store, optimizer), clip=clip)
+    executor = executor_of(KERNELS, plan(update), store, optimizer, clip=clip)
     try:
         yield executor, store
     finally:
@@ -177,9 +177,10 @@ def test_a_bad_gradient_in_one_layer_leaves_every_byte(bad: float, update: str) 
         loss = executor.train_step(BATCHES[0], RATE).loss
         executor.flush()
         before = snapshot(executor)
-        damaged = Executor(
-            kernels_of(poisoned(MODEL, bad)), plan(update), store, executor.updates, clip=rule, step=1
-        )
+        damaged = executor_of(
+            kernels_of(poisoned(MODEL, bad)), plan(update), store, Hybrid8bit(**SETTINGS),
+            clip=rule, step=1, updates=executor.updates,
+        )  # fmt: skip
         result = damaged.train_step(BATCHES[0], RATE)
         damaged.flush()
         bad_layers = [not np.isfinite(slabs.gradient.astype(np.float32)).all() for slabs in store.layers]

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 
+from lazyjax.execution.build import executor_of
 from lazyjax.execution.executor import Executor
-from lazyjax.execution.host_update import HostUpdates
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.adamw import Fp32AdamW
@@ -65,11 +65,11 @@ def executor_for(
 ) -> Iterator[tuple[Executor, HostStore]]:
     store = tiny.filled_store(model, reference.random_parameters(model, seed=1), devices=devices)
     optimizer = Fp32AdamW(b1=0.9, b2=0.999, eps=EPS, weight_decay=DECAY)
-    executor = Executor(
+    executor = executor_of(
         kernels(model, devices),
         plan,
         store,
-        HostUpdates(store, optimizer),
+        optimizer,
         clip=ClipRule("global_norm", CLIP),
         nvme_folder=folder / "nvme",
     )

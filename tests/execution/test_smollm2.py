@@ -15,6 +15,7 @@ from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.execution.transfers import Transfers
 from lazyjax.huggingface.checkpoint import load_into, open_checkpoint
 from lazyjax.models.registry import build_template, parse_hf_config
+from lazyjax.planning.plan.baselines import recompute_all
 from lazyjax.storage.host import HostStore, allocate_host_store
 
 pytestmark = pytest.mark.skipif(
@@ -49,8 +50,10 @@ def streamed_logits(store: tuple[object, HostStore], compute_dtype: str) -> list
     inside = np.arange(tokens.shape[1]) < lengths[:, None]
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape).copy()
     batch = Batch(tokens, tokens, inside, inside.astype(np.int32), positions)
+    rows, length = tokens.shape
+    plan = recompute_all(template.spec, [], rows=rows, sequence_length=length)
     with jax.transfer_guard("disallow"):
-        logits = forward.logits(batch)
+        logits = forward.logits(batch, plan)
     return [row[:length] for row, length in zip(logits, lengths, strict=True)]
 
 

@@ -17,9 +17,9 @@ import pytest
 from rich.console import Console
 
 from lazyjax.config import Config, ConfigError, load_config
+from lazyjax.execution.build import executor_of
 from lazyjax.execution.calibrate import Calibration
 from lazyjax.execution.executor import Executor
-from lazyjax.execution.host_update import HostUpdates
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.hardware.profile import load_profile
 from lazyjax.models.registry import build_template
@@ -73,7 +73,7 @@ def running() -> Iterator[Executor]:
     parameters = reference.random_parameters(TEMPLATE, seed=0)
     store = tiny.filled_store(TEMPLATE, parameters)
     kernels = Kernels(TEMPLATE, data_mesh(jax.devices()[:1]), "float32", "float32")
-    executor = Executor(kernels, START, store, HostUpdates(store, Fp32AdamW(eps=1e-6)), clip=ClipRule())
+    executor = executor_of(kernels, START, store, Fp32AdamW(eps=1e-6), clip=ClipRule())
     yield executor
     executor.close()
 

@@ -11,11 +11,16 @@ from rich.console import Console
 from lazyjax.config import Config, ConfigError, load_config
 from lazyjax.data.batches import read_batches
 from lazyjax.data.chat import load_tokenizer
+from lazyjax.execution.build import checked_schedules
+from lazyjax.execution.kernels import Kernels, data_mesh
+from lazyjax.hardware.memory import HostMemory
 from lazyjax.huggingface.checkpoint import load_into
 from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.planning.plan.document import Boundary, PlanError, load_plan
+from lazyjax.specs import Tier
 from lazyjax.storage.host import allocate_host_store
-from lazyjax.training import setup
+from lazyjax.training import capacity, setup
+from lazyjax.training.capacity import CapacityError
 from lazyjax.training.setup import SetupError, read_architecture
 from lazyjax.training.start_plan import choose_plan
 from tests import reference
@@ -203,10 +208,42 @@ def test_a_disk_without_room_for_the_model_is_refused_before_training(small, tmp
     assert not (tmp_path / "runs").exists()
 
 
-def test_memory_that_is_not_there_is_refused_with_the_amount(small, monkeypatch):
-    monkeypatch.setattr(setup, "available_host_bytes", lambda: 2**30)
-    with pytest.raises(SetupError, match=r"host memory, 1\.00 GiB are available: .*hybrid8bit"):
+def test_memory_that_is_not_there_is_refused_with_the_amount(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(capacity, "host_memory", lambda: HostMemory(2**30, "the limit in memory.max"))
+    match = (
+        r"of host memory, 1\.00 GiB are available by the limit in memory\.max "
+        r"\(parameters and gradients .*, optimizer state .*, Python and JAX 1\.00 GiB\): .*plan\.nvme_folder"
+    )
+    with pytest.raises(CapacityError, match=match):
         setup.train(small(), quiet())
+    assert not (tmp_path / "runs").exists()
+
+
+def test_memory_is_checked_against_the_plan(small, tmp_path):
+    """What a plan keeps on NVMe takes no host memory, but room on the drive."""
+    config = small()
+    template = build_template(read_architecture(config)[0])
+    optimizer = setup.make_optimizer(config)
+    kernels = Kernels(template, data_mesh(), gradient_dtype="float32")
+    schedules = checked_schedules(kernels, optimizer)
+    plan = choose_plan(config, template)
+    there = tuple(layer.model_copy(update={"state": "nvme"}) for layer in plan.layers)
+
+    def needed(plan):
+        schedule = schedules(plan, plan.sequence_length)
+        return capacity.needed_bytes(schedule, template.spec, gradient_dtype="float32", devices=1)
+
+    host, nvme = needed(plan), needed(plan.model_copy(update={"layers": there}))
+    whole = setup.training_state_bytes(template.spec, optimizer, gradient_dtype="float32")
+    counted = host["parameters and gradients"][Tier.HOST] + host["optimizer state"][Tier.HOST]
+    assert counted == whole
+    moved = host["optimizer state"][Tier.HOST]
+    assert nvme["optimizer state"][Tier.NVME] == moved
+    # A few layers' copies pass through the host.
+    assert nvme["optimizer state"][Tier.HOST] < moved
+    huge = {"optimizer state": {Tier.HOST: 0, Tier.NVME: 2**60}}
+    with pytest.raises(CapacityError, match=r"of the drive, .* has room for .*another plan\.nvme_folder"):
+        capacity.check_capacity(huge, optimizer_name="hybrid8bit", nvme_folder=tmp_path / "not yet")
 
 
 def test_state_bytes_are_those_allocated(small):

@@ -220,6 +220,14 @@ def validate_plan(plan: Plan, spec: ModelSpec, residual_names: Sequence[Sequence
             raise PlanError(f"{where}.boundary: must be 'device', it is {layer.boundary.value!r}")
 
 
+def uses_nvme(plan: Plan) -> bool:
+    """Whether anything of the plan lives on NVMe."""
+    return any(
+        layer.boundary is Boundary.NVME or Tier.NVME in layer.saved.values() or layer.state == "nvme"
+        for layer in plan.layers
+    )
+
+
 def segment_start(plan: Plan, layer: int) -> int:
     """The last layer at or before `layer` whose input is kept."""
     while plan.layers[layer].boundary is Boundary.RECOMPUTE:

@@ -38,6 +38,8 @@ class Action(enum.StrEnum):
 
 COMPUTE_ACTIONS = frozenset({Action.FORWARD, Action.LOSS, Action.RECOMPUTE, Action.BACKWARD})
 
+STATE_ACTIONS = frozenset({Action.LOAD_STATE, Action.UPDATE, Action.SPILL_STATE})
+
 
 RESOURCE_OF = {
     Action.FETCH: Resource.H2D,

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from lazyjax.planning.plan.document import Boundary, Plan, segment_start
 from lazyjax.planning.program.operations import (
     COMPUTE_ACTIONS,
+    STATE_ACTIONS,
     Action,
     Allocation,
     Buffer,
@@ -38,6 +39,7 @@ from lazyjax.timeline import Resource
 
 __all__ = [
     "COMPUTE_ACTIONS",
+    "STATE_ACTIONS",
     "Action",
     "Allocation",
     "Buffer",

@@ -1,0 +1,478 @@
+"""A device that only takes time: kernels, links, drives and host updates at given rates, no mathematics.
+
+The executor, its walk, its host threads and its waits are the real ones; what they call is replaced. Every
+resource is a queue that serves its jobs one after another: a job begins when the one before it has ended,
+its operands are there, and it was issued. So its end is known when it is issued, and nobody has to
+run: an array carries the moment at which it is there, and waiting for it means waiting for that moment.
+As with JAX on a GPU, a buffer on the device can be filled only when the kernels that were issued before it
+was allocated have ended.
+
+Two clocks. `WallClock` lets real time pass, scaled: whatever Python, threads and locks take is in the result.
+`ThreadClock` lets none pass: each thread has its own time, which moves when it waits. The result then depends
+on nothing but who waits for what, the same on a busy machine as on an idle one, so tests can use it.
+
+Nothing here is measured on a device, nor says how fast one is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from lazyjax.batch import Batch
+from lazyjax.execution.executor import Executor
+from lazyjax.execution.host_queues import HostQueues, Timed
+from lazyjax.execution.host_update import HostUpdates
+from lazyjax.execution.kernels import DeviceBatch, GradientSlab
+from lazyjax.execution.pending import Pending, Task
+from lazyjax.models.template import LayerKind, ModelTemplate
+from lazyjax.optim.base import HostState, StateDescription
+from lazyjax.optim.clipping import ClipRule
+from lazyjax.planning.costs.seconds import Costs
+from lazyjax.planning.plan.document import Plan
+from lazyjax.planning.program.schedule import Action, ModelSizes, Operation, build_schedule
+from lazyjax.specs import SlabLayout, slab_layout
+from lazyjax.storage.host import HostStore, LayerSlabs
+from lazyjax.timeline import Resource
+
+
+class Clock(Protocol):
+    """Emulated seconds."""
+
+    def now(self) -> float:
+        """The calling thread's time."""
+        ...
+
+    def wait_until(self, moment: float) -> None:
+        """Returns when it is `moment`."""
+        ...
+
+
+class WallClock:
+    """Real time, `scale` real seconds to an emulated one."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale, self._origin = scale, time.perf_counter()
+
+    def now(self) -> float:
+        """Since the clock was made."""
+        return (time.perf_counter() - self._origin) / self._scale
+
+    def wait_until(self, moment: float) -> None:
+        """Sleeps."""
+        left = moment - self.now()
+        if left > 0:
+            time.sleep(left * self._scale)
+
+
+class ThreadClock:
+    """A time of each thread's own, which moves only when the thread waits."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def now(self) -> float:
+        """Of this thread; 0 before it has waited."""
+        moment: float = getattr(self._local, "moment", 0.0)
+        return moment
+
+    def wait_until(self, moment: float) -> None:
+        """Moves this thread's time forward."""
+        self._local.moment = max(self.now(), moment)
+
+
+class Job(NamedTuple):
+    """When a queue served something."""
+
+    begin: float
+    end: float
+
+
+class Device:
+    """All queues of one machine."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.jobs: dict[Resource, list[Job]] = {resource: [] for resource in Resource}
+        self._free = dict.fromkeys(Resource, 0.0)
+        self._lock = threading.Lock()
+
+    def serve(self, resource: Resource, seconds: float, operands: Sequence[float] = ()) -> float:
+        """Queues a job whose operands are there at the given moments; returns when it will have ended."""
+        issued = self.clock.now()
+        with self._lock:
+            begin = max(self._free[resource], issued, *operands, 0.0)
+            self._free[resource] = begin + seconds
+            self.jobs[resource].append(Job(begin, begin + seconds))
+        return begin + seconds
+
+    def kernels_end(self) -> float:
+        """When the kernels that were issued so far will have ended."""
+        return self._free[Resource.COMPUTE]
+
+
+class EmulatedArray:
+    """Bytes that will be there at some moment."""
+
+    def __init__(self, device: Device, nbytes: int, there: float) -> None:
+        self._device, self.nbytes, self.there = device, nbytes, there
+
+    def block_until_ready(self) -> EmulatedArray:
+        """Waits for that moment; `jax.block_until_ready` calls this."""
+        self._device.clock.wait_until(self.there)
+        return self
+
+
+class EmulatedKernels:
+    """Kernels that take the seconds which `Costs` says; operands and results are `EmulatedArray`s."""
+
+    def __init__(self, template: ModelTemplate, device: Device, costs: Costs) -> None:
+        self.template, self.devices = template, 1
+        self._device, self._costs = device, costs
+        self._layer_of = {template.kind(index).name: index for index in range(len(template.spec.layers))}
+
+    def _array(self, nbytes: int, there: float) -> EmulatedArray:
+        return EmulatedArray(self._device, nbytes, there)
+
+    def _run(self, kind: LayerKind, action: Action, operands: Sequence[Any], **facts: Any) -> float:
+        """Queues a kernel; returns when it ends."""
+        layer = self._layer_of[kind.name]
+        operation = Operation(
+            index=0, action=action, resource=Resource.COMPUTE, layer=layer, microbatch=0, window=0, **facts
+        )
+        there = [array.there for array in operands if isinstance(array, EmulatedArray)]
+        seconds = self._costs.operation_seconds(operation)
+        return self._device.serve(Resource.COMPUTE, seconds, there)
+
+    def _gradient(self, kind: LayerKind, last: bool, end: float) -> Any:
+        sizes = self._costs.sizes.layers[self._layer_of[kind.name]]
+        if last:
+            return GradientSlab(self._array(sizes.gradient_bytes, end), self._array(4, end))  # type: ignore[arg-type]
+        return self._array(sizes.accumulator_bytes, end)
+
+    @property
+    def _hidden_bytes(self) -> int:
+        return self._costs.sizes.layers[-1].input_bytes
+
+    def forward(self, kind: LayerKind, saved: tuple[str, ...]) -> Callable[..., Any]:
+        """See `Kernels.forward`."""
+        residual_bytes = self._costs.sizes.layers[self._layer_of[kind.name]].residual_bytes
+
+        def run(slab: Any, x: Any, context: Any) -> Any:
+            end = self._run(kind, Action.FORWARD, [slab, x], saved=tuple(sorted(saved)))
+            residuals = tuple(self._array(residual_bytes[name], end) for name in saved)
+            return self._array(self._hidden_bytes, end), residuals, self._array(0, end)
+
+        return run
+
+    def backward(
+        self, kind: LayerKind, saved: tuple[str, ...], accumulates: bool, last: bool
+    ) -> Callable[..., Any]:
+        """See `Kernels.backward`."""
+
+        def run(
+            accumulator: Any, slab: Any, x: Any, context: Any, residuals: tuple[Any, ...], y_gradient: Any
+        ) -> Any:
+            facts = {"saved": tuple(sorted(saved)), "accumulates": accumulates, "last": last}
+            operands = [accumulator, slab, x, *residuals, y_gradient]
+            end = self._run(kind, Action.BACKWARD, operands, **facts)
+            return self._array(self._hidden_bytes, end), self._gradient(kind, last, end), self._array(0, end)
+
+        return run
+
+    def embed_backward(self, accumulates: bool, last: bool) -> Callable[..., Any]:
+        """See `Kernels.embed_backward`."""
+        kind = self.template.kind(0)
+
+        def run(accumulator: Any, tokens: Any, x_gradient: Any) -> Any:
+            facts = {"accumulates": accumulates, "last": last}
+            end = self._run(kind, Action.BACKWARD, [accumulator, tokens, x_gradient], **facts)
+            return self._gradient(kind, last, end), self._array(0, end)
+
+        return run
+
+    def loss(self, accumulates: bool, last: bool) -> Callable[..., Any]:
+        """See `Kernels.loss`."""
+        head, embed = self.template.kind(len(self.template.spec.layers) - 1), self.template.kind(0)
+        tied = self.template.spec.tied
+
+        def run(
+            accumulator: Any, table_accumulator: Any, slab: Any, table: Any, x: Any, batch: Any, scale: Any
+        ) -> Any:
+            facts = {"accumulates": accumulates, "last": last}
+            end = self._run(head, Action.LOSS, [accumulator, table_accumulator, slab, table, x], **facts)
+            table_result = self._gradient(embed, False, end) if tied else None
+            return (
+                self._array(4, end),
+                self._array(self._hidden_bytes, end),
+                self._gradient(head, last, end),
+                table_result,
+                self._array(0, end),
+            )
+
+        return run
+
+    def evaluation_loss(self) -> Callable[..., Any]:
+        """Not emulated."""
+        raise NotImplementedError("evaluation is not emulated")
+
+    def logits(self) -> Callable[..., Any]:
+        """Not emulated."""
+        raise NotImplementedError("evaluation is not emulated")
+
+
+class EmulatedCopies:
+    """Links of given rates, one queue per direction."""
+
+    def __init__(self, device: Device, costs: Costs) -> None:
+        profile = costs.profile
+        self._device, self._sizes = device, costs.sizes
+        self._h2d = profile.h2d_bytes_per_second * profile.duplex_factor
+        self._d2h = profile.d2h_bytes_per_second * profile.duplex_factor
+
+    def _to_device(self, nbytes: int, there: float) -> EmulatedArray:
+        operands = (there, self._device.kernels_end())
+        return EmulatedArray(
+            self._device, nbytes, self._device.serve(Resource.H2D, nbytes / self._h2d, operands)
+        )
+
+    def slab_to_device(self, slabs: LayerSlabs) -> Any:
+        """A layer's parameters, as bfloat16."""
+        return self._to_device(slabs.hi.nbytes, 0.0)
+
+    def batch_to_device(self, batch: Batch) -> Any:
+        """One microbatch: one transfer for all of its arrays."""
+        whole = self._to_device(self._sizes.batch_bytes, 0.0)
+        empty = EmulatedArray(self._device, 0, whole.there)
+        return DeviceBatch(whole, empty, empty, empty, empty)  # type: ignore[arg-type]
+
+    def scalar_to_device(self, value: float) -> Any:
+        """Takes no time."""
+        return EmulatedArray(self._device, 4, 0.0)
+
+    def to_host(self, array: Any) -> Any:
+        """To pinned memory."""
+        end = self._device.serve(Resource.D2H, array.nbytes / self._d2h, (array.there,))
+        return EmulatedArray(self._device, array.nbytes, end)
+
+    def to_device(self, array: Any) -> Any:
+        """From pinned memory."""
+        return self._to_device(array.nbytes, array.there)
+
+    def to_bytes(self, array: Any) -> np.ndarray:
+        """Bytes without memory, when the array is there."""
+        array.block_until_ready()
+        return weightless(array.nbytes)
+
+    def describe(self, array: Any) -> Any:
+        """Its size."""
+        return array.nbytes
+
+    def empty_bytes(self, like: Any) -> np.ndarray:
+        """Bytes without memory."""
+        return weightless(like)
+
+    def from_bytes(self, raw: np.ndarray, like: Any) -> Any:
+        """There at once: what took time was the drive."""
+        return EmulatedArray(self._device, raw.nbytes, self._device.clock.now())
+
+    def into_slab(self, delivered: Any, gradient_N: np.ndarray) -> None:
+        """Takes no time, as in the schedule."""
+
+    def read_scalars(self, values: Any) -> list[float]:
+        """Ones, when the arrays are there."""
+        for array in values:
+            array.block_until_ready()
+        return [1.0 for _ in values]
+
+    def device_bytes(self, tree: Any) -> int:
+        """Bytes of all arrays."""
+        if isinstance(tree, EmulatedArray):
+            return tree.nbytes
+        return sum(array.nbytes for array in tree)
+
+
+class _DriveTransfer(NamedTuple):
+    device: Device
+    end: float
+
+    def result(self) -> None:
+        self.device.clock.wait_until(self.end)
+
+
+class EmulatedDrive:
+    """A drive that keeps nothing, one queue per direction."""
+
+    def __init__(self, device: Device, costs: Costs) -> None:
+        self._device, self._profile = device, costs.profile
+
+    def write(self, key: str, source: np.ndarray) -> _DriveTransfer:
+        """Takes its time."""
+        rate = self._profile.nvme_write_bytes_per_second
+        assert rate is not None
+        return _DriveTransfer(self._device, self._device.serve(Resource.NVME_WRITE, source.nbytes / rate))
+
+    def read(self, key: str, target: np.ndarray) -> _DriveTransfer:
+        """Takes its time."""
+        rate = self._profile.nvme_read_bytes_per_second
+        assert rate is not None
+        return _DriveTransfer(self._device, self._device.serve(Resource.NVME_READ, target.nbytes / rate))
+
+    def delete(self, key: str) -> None:
+        """Has nothing to do."""
+
+    def close(self) -> None:
+        """Has nothing to do."""
+
+
+class EmulatedOptimizer:
+    """Updates that take the seconds which `Costs` says; a layer is known by its number of parameters."""
+
+    name = "hybrid8bit"
+    state_version = "emulated"
+
+    def __init__(self, device: Device, costs: Costs) -> None:
+        self._device = device
+        layers = costs.sizes.layers
+        lengths = [layer.accumulator_bytes // 4 for layer in layers]
+        self._seconds = {length: costs.update_seconds(index) for index, length in enumerate(lengths)}
+        self._state_bytes = dict(zip(lengths, (layer.state_bytes for layer in layers), strict=True))
+
+    def describe_state(self, layout: SlabLayout) -> StateDescription:
+        """All state as one array of bytes."""
+        return {"state": ((self._state_bytes[layout.length],), "uint8")}
+
+    def create_state(self, layout: SlabLayout) -> HostState:
+        """Bytes without memory."""
+        return {"state": weightless(self._state_bytes[layout.length])}
+
+    def update(
+        self, slabs: LayerSlabs, state: HostState, *, learning_rate: float, count: int, scale: float
+    ) -> None:
+        """Takes its time."""
+        self._device.clock.wait_until(self._device.serve(Resource.CPU, self._seconds[slabs.layout.length]))
+
+
+class _Since(NamedTuple):
+    """Moves a host thread's time to the moment at which its task was queued."""
+
+    clock: Clock
+    moment: float
+
+    def wait(self) -> None:
+        self.clock.wait_until(self.moment)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _TimedTask(Task):
+    """A task that tells the thread which waits for it when it ended."""
+
+    clock: Clock
+    ends: list[float]
+
+    def wait(self) -> None:
+        self.future.result()
+        self.clock.wait_until(self.ends[0])
+
+
+class EmulatedQueues(HostQueues):
+    """The executor's host threads, which also hand on the time of a `ThreadClock`."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def run(
+        self, resource: Resource, work: Callable[[], None], after: Sequence[Pending], timed: Timed
+    ) -> Task:
+        """See `HostQueues.run`."""
+        ends: list[float] = []
+
+        def noted(start: float, end: float) -> None:
+            ends.append(self._clock.now())
+            timed(start, end)
+
+        began: Any = _Since(self._clock, self._clock.now())
+        return _TimedTask(super().run(resource, work, [began, *after], noted).future, self._clock, ends)
+
+    def transfer(
+        self,
+        resource: Resource,
+        begin: Callable[[], Callable[[], None]],
+        after: Sequence[Pending],
+        timed: Timed,
+    ) -> Task:
+        """See `HostQueues.transfer`."""
+        ends: list[float] = []
+
+        def noted(start: float, end: float) -> None:
+            ends.append(self._clock.now())
+            timed(start, end)
+
+        def noted_begin() -> Callable[[], None]:
+            complete = begin()
+            since = self._clock.now()
+
+            def noted_complete() -> None:
+                self._clock.wait_until(since)
+                complete()
+
+            return noted_complete
+
+        began: Any = _Since(self._clock, self._clock.now())
+        task = super().transfer(resource, noted_begin, [began, *after], noted)
+        return _TimedTask(task.future, self._clock, ends)
+
+
+def weightless(nbytes: int) -> np.ndarray:
+    """An array of `nbytes` bytes that takes the memory of one."""
+    return np.broadcast_to(np.zeros(1, np.uint8), (nbytes,))
+
+
+def weightless_store(template: ModelTemplate) -> HostStore:
+    """Slabs of the right lengths that take no memory."""
+    layers = []
+    for layer in template.spec.layers:
+        layout = slab_layout(layer.parameters)
+        words = np.broadcast_to(np.zeros(1, np.uint16), (layout.length,))
+        layers.append(LayerSlabs(layout, words, words.view(np.int16), words))
+    return HostStore(template.spec, tuple(layers))
+
+
+@contextlib.contextmanager
+def emulated_executor(
+    template: ModelTemplate, plan: Plan, costs: Costs, clock: Clock
+) -> Iterator[tuple[Executor, Device]]:
+    """The executor on an emulated machine with the rates of `costs`, whose microbatches are the plan's."""
+    device = Device(clock)
+    store = weightless_store(template)
+    sizes: ModelSizes = costs.sizes
+    schedule = build_schedule(plan, sizes)
+    executor = Executor(
+        EmulatedKernels(template, device, costs),
+        EmulatedCopies(device, costs),
+        lambda plan, sequence_length: schedule,
+        plan,
+        store,
+        HostUpdates(store, EmulatedOptimizer(device, costs)),
+        clip=ClipRule(),
+        open_drive=lambda: EmulatedDrive(device, costs),
+        queues=EmulatedQueues(clock),
+    )
+    try:
+        yield executor, device
+    finally:
+        executor.close()
+
+
+def blank_batch(plan: Plan) -> Batch:
+    """A batch of zeros, every token of it a target."""
+    shape = (plan.rows, plan.sequence_length)
+    zeros, ones = np.zeros(shape, np.int32), np.ones(shape, np.int32)
+    return Batch(zeros, zeros, ones > 0, ones, zeros)

@@ -1,0 +1,54 @@
+"""The buffers that exist at one point of a schedule, and how many bytes they take on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lazyjax.planning.program.schedule import Buffer, Operation, Place
+from lazyjax.specs import Tier
+
+
+class StepBuffers:
+    """BufferRole is on the device, on the host and on NVMe, by the schedule's names.
+
+    Attributes:
+        device, host: arrays.
+        nvme: shape and dtype of what a key holds.
+        live_bytes, peak_bytes: on one device, counted from the arrays themselves.
+    """
+
+    def __init__(self, device_bytes: Callable[[Any], int]) -> None:
+        self.device: dict[Buffer, Any] = {}
+        self.host: dict[Buffer, Any] = {}
+        self.nvme: dict[Buffer, Any] = {}
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._device_bytes = device_bytes
+
+    def count(self, operation: Operation) -> None:
+        """Counts what an operation that was just issued has allocated on the device."""
+        for place, _ in operation.allocates:
+            if place.tier is Tier.DEVICE:
+                self.live_bytes += self._device_bytes(self.device[place.buffer])
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def free(self, places: Sequence[Place]) -> None:
+        """Lets go of buffers."""
+        for buffer, tier in places:
+            if tier is Tier.DEVICE:
+                self.live_bytes -= self._device_bytes(self.device.pop(buffer))
+            elif tier is Tier.HOST:
+                del self.host[buffer]
+            else:
+                del self.nvme[buffer]
+
+    def clear(self) -> None:
+        """Lets go of everything."""
+        for tier in (self.device, self.host, self.nvme):
+            tier.clear()
+
+
+def nvme_key(buffer: Buffer) -> str:
+    """The name of a buffer's file."""
+    return f"{buffer.role.value}-{buffer.layer}-{buffer.microbatch}-{buffer.name or 'x'}"

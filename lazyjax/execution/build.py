@@ -1,0 +1,122 @@
+"""Puts an executor together: kernels, copies, schedules, optimizer state, drive."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+
+from jax.sharding import Mesh
+
+from lazyjax.execution.executor import Executor, Schedules
+from lazyjax.execution.host_update import HostUpdates
+from lazyjax.execution.kernels import Kernels, data_mesh
+from lazyjax.execution.transfers import Transfers
+from lazyjax.models.template import ModelTemplate
+from lazyjax.optim.base import HostOptimizer
+from lazyjax.optim.clipping import ClipRule
+from lazyjax.planning.costs.seconds import with_state_bytes
+from lazyjax.planning.costs.sizes import model_sizes
+from lazyjax.planning.plan.document import Plan
+from lazyjax.planning.program.schedule import Schedule, build_schedule
+from lazyjax.planning.program.verify import check_buffers, check_data_flow, check_order
+from lazyjax.storage.host import HostStore
+from lazyjax.storage.nvme import Drive, NvmeStore
+
+#: Plans and sequence lengths whose schedules are kept: a running plan and its buckets.
+_SCHEDULES = 32
+
+
+def checked_schedules(kernels: Kernels, optimizer: HostOptimizer) -> Schedules:
+    """Schedules of plans for these kernels; each passes the checks of order, buffers and data flow."""
+    template, devices = kernels.template, kernels.devices
+
+    @functools.lru_cache(maxsize=_SCHEDULES)
+    def of(plan_json: str, sequence_length: int) -> Schedule:
+        plan = Plan.model_validate_json(plan_json)
+        sizes = model_sizes(
+            template,
+            rows=plan.microbatch_rows,
+            sequence_length=sequence_length,
+            compute_dtype=kernels.compute_dtype,
+            gradient_dtype=kernels.gradient_dtype,
+            devices=devices,
+        )
+        sizes = with_state_bytes(sizes, template.spec, optimizer, devices=devices)
+        layers = tuple(
+            dataclasses.replace(layer, state_bytes=layer.state_bytes // devices) for layer in sizes.layers
+        )
+        schedule = build_schedule(plan, dataclasses.replace(sizes, layers=layers))
+        check_order(schedule)
+        check_buffers(schedule)
+        check_data_flow(schedule)
+        return schedule
+
+    def schedules(plan: Plan, sequence_length: int) -> Schedule:
+        return of(plan.model_dump_json(), sequence_length)
+
+    return schedules
+
+
+def executor_of(
+    kernels: Kernels,
+    plan: Plan,
+    store: HostStore,
+    optimizer: HostOptimizer,
+    *,
+    clip: ClipRule,
+    nvme_folder: pathlib.Path | None = None,
+    run: str = "run",
+    step: int = 0,
+    updates: HostUpdates | None = None,
+    schedules: Schedules | None = None,
+) -> Executor:
+    """An executor for kernels that exist already.
+
+    Args:
+        nvme_folder: in it a scratch folder named after `run` is made once a plan needs NVMe.
+        step: optimizer steps that were applied before.
+        updates: optimizer state that exists already; None makes a new one.
+        schedules: that were checked already; None makes them.
+
+    Raises:
+        PlanError: the plan does not fit. NvmeError: the folder cannot be used.
+    """
+    open_drive: Callable[[], Drive] | None = None
+    if nvme_folder is not None:
+        open_drive = functools.partial(NvmeStore, nvme_folder, run=run)
+    return Executor(
+        kernels,
+        Transfers(kernels.sharded, kernels.compute_dtype),
+        checked_schedules(kernels, optimizer) if schedules is None else schedules,
+        plan,
+        store,
+        HostUpdates(store, optimizer) if updates is None else updates,
+        clip=clip,
+        open_drive=open_drive,
+        step=step,
+    )
+
+
+def build_executor(
+    template: ModelTemplate,
+    plan: Plan,
+    store: HostStore,
+    optimizer: HostOptimizer,
+    *,
+    compute_dtype: str = "bfloat16",
+    clip: ClipRule,
+    mesh: Mesh | None = None,
+    head_chunk_tokens: int = 1024,
+    nvme_folder: pathlib.Path | None = None,
+) -> Executor:
+    """An executor for a template, with kernels of its own."""
+    kernels = Kernels(
+        template=template,
+        mesh=mesh if mesh is not None else data_mesh(),
+        compute_dtype=compute_dtype,
+        gradient_dtype=str(store.layers[0].gradient.dtype),
+        head_chunk_tokens=head_chunk_tokens,
+    )
+    return executor_of(kernels, plan, store, optimizer, clip=clip, nvme_folder=nvme_folder)

@@ -1,0 +1,167 @@
+"""Operations that run on the device and its links: kernels and copies, which are only dispatched.
+
+One method per kind of operation. None of them waits for the device; each returns what becomes ready
+when the operation is done.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lazyjax.batch import Batch
+from lazyjax.execution.buffers import StepBuffers
+from lazyjax.execution.host_queues import HostQueues
+from lazyjax.execution.interfaces import Copies, LayerKernels
+from lazyjax.execution.kernels import DeviceBatch, GradientSlab
+from lazyjax.execution.pending import Arrays, Pending
+from lazyjax.planning.program.schedule import Buffer, BufferRole, Operation, Schedule
+from lazyjax.storage.host import HostStore
+from lazyjax.timeline import Resource
+
+
+class DeviceWork:
+    """Handlers of one step.
+
+    Attributes:
+        losses: of the microbatches so far.
+        squared_norms: of the finished gradients, by layer.
+    """
+
+    def __init__(
+        self,
+        kernels: LayerKernels,
+        copies: Copies,
+        store: HostStore,
+        queues: HostQueues,
+        buffers: StepBuffers,
+        schedule: Schedule,
+        batch: Batch,
+    ) -> None:
+        self._kernels, self._copies, self._store, self._queues = kernels, copies, store, queues
+        self._buffers, self._schedule, self._batch = buffers, schedule, batch
+        # The loss is a mean over the whole batch's target tokens.
+        self._scale = copies.scalar_to_device(1.0 / batch.target_tokens)
+        self.losses: list[Any] = []
+        self.squared_norms: dict[int, Any] = {}
+
+    # Copies
+
+    def fetch(self, operation: Operation) -> Pending:
+        """Parameters, host slab to device."""
+        slab = self._copies.slab_to_device(self._store.layers[operation.layer])
+        self._buffers.device[Buffer(BufferRole.PARAMETERS, operation.layer)] = slab
+        return Arrays(slab)
+
+    def reload(self, operation: Operation) -> Pending:
+        """The batch or activations, host to device."""
+        device, rows = self._buffers.device, self._schedule.plan.microbatch_rows
+        for buffer in operation.reads:
+            if buffer.role is BufferRole.BATCH:
+                part = self._batch.slice_rows(buffer.microbatch * rows, (buffer.microbatch + 1) * rows)
+                device[buffer] = self._copies.batch_to_device(part)
+            else:
+                device[buffer] = self._copies.to_device(self._buffers.host[buffer])
+        return Arrays([device[buffer] for buffer in operation.reads])
+
+    def offload(self, operation: Operation) -> Pending:
+        """Activations, device to host."""
+        copies = {buffer: self._copies.to_host(self._buffers.device[buffer]) for buffer in operation.reads}
+        self._buffers.host |= copies
+        return Arrays(list(copies.values()))
+
+    def gradient_out(self, operation: Operation) -> Pending:
+        """A layer's gradient, device to pinned memory, and from there on a host thread into its slab."""
+        delivered = self._copies.to_host(self._buffers.device[Buffer(BufferRole.GRADIENT, operation.layer)])
+        target = self._store.layers[operation.layer].gradient
+
+        def copy() -> None:
+            self._copies.into_slab(delivered, target)
+
+        return self._queues.run(Resource.D2H, copy, [Arrays(delivered)], lambda start, end: None)
+
+    # Kernels
+
+    def forward(self, operation: Operation) -> Pending:
+        """Forward pass, also where it is repeated."""
+        layer, (microbatch, batch) = operation.layer, self._microbatch(operation)
+        names = self._names(operation)
+        kernel = self._kernels.forward(self._kernels.template.kind(layer), names)
+        device = self._buffers.device
+        slab = device[Buffer(BufferRole.PARAMETERS, layer)]
+        y, residuals, token = kernel(slab, self._input(layer, microbatch), batch.context)
+        if any(place.buffer.role is BufferRole.INPUT for place, _ in operation.allocates):
+            device[Buffer(BufferRole.INPUT, layer + 1, microbatch)] = y
+        for name, residual in zip(names, residuals, strict=True):
+            device[Buffer(BufferRole.RESIDUAL, layer, microbatch, name)] = residual
+        return Arrays(token)
+
+    def loss(self, operation: Operation) -> Pending:
+        """Head and loss, forward and backward."""
+        layer, (microbatch, batch) = operation.layer, self._microbatch(operation)
+        tied, device = self._schedule.sizes.tied, self._buffers.device
+        accumulator, table = Buffer(BufferRole.ACCUMULATOR, layer), Buffer(BufferRole.ACCUMULATOR, 0)
+        loss, x_gradient, result, table_result, token = self._kernels.loss(
+            operation.accumulates, operation.last
+        )(
+            device[accumulator] if operation.accumulates else None,
+            device[table] if tied and operation.accumulates else None,
+            device[Buffer(BufferRole.PARAMETERS, layer)],
+            device[Buffer(BufferRole.PARAMETERS, 0)] if tied else None,
+            self._input(layer, microbatch),
+            batch,
+            self._scale,
+        )
+        self.losses.append(loss)
+        device[Buffer(BufferRole.INPUT_GRADIENT, layer, microbatch)] = x_gradient
+        if tied:
+            device[table] = table_result
+        self._store_gradient(operation, result)
+        return Arrays(token)
+
+    def backward(self, operation: Operation) -> Pending:
+        """Backward pass; the embedding has no input gradient."""
+        layer, (microbatch, batch) = operation.layer, self._microbatch(operation)
+        device = self._buffers.device
+        y_gradient = device[Buffer(BufferRole.INPUT_GRADIENT, layer + 1, microbatch)]
+        accumulator = device[Buffer(BufferRole.ACCUMULATOR, layer)] if operation.accumulates else None
+        if layer == 0:
+            kernel = self._kernels.embed_backward(operation.accumulates, operation.last)
+            result, token = kernel(accumulator, batch.tokens_BT, y_gradient)
+        else:
+            names = self._names(operation)
+            kernel = self._kernels.backward(
+                self._kernels.template.kind(layer), names, operation.accumulates, operation.last
+            )
+            x_gradient, result, token = kernel(
+                accumulator,
+                device[Buffer(BufferRole.PARAMETERS, layer)],
+                self._input(layer, microbatch),
+                batch.context,
+                tuple(device[Buffer(BufferRole.RESIDUAL, layer, microbatch, name)] for name in names),
+                y_gradient,
+            )
+            device[Buffer(BufferRole.INPUT_GRADIENT, layer, microbatch)] = x_gradient
+        self._store_gradient(operation, result)
+        return Arrays(token)
+
+    def _names(self, operation: Operation) -> tuple[str, ...]:
+        kind = self._kernels.template.kind(operation.layer)
+        return tuple(name for name in kind.residual_names if name in operation.saved)
+
+    def _microbatch(self, operation: Operation) -> tuple[int, DeviceBatch]:
+        assert operation.microbatch is not None
+        return operation.microbatch, self._buffers.device[Buffer(BufferRole.BATCH, 0, operation.microbatch)]
+
+    def _input(self, layer: int, microbatch: int) -> Any:
+        if layer == 0:
+            return self._buffers.device[Buffer(BufferRole.BATCH, 0, microbatch)].tokens_BT
+        return self._buffers.device[Buffer(BufferRole.INPUT, layer, microbatch)]
+
+    def _store_gradient(self, operation: Operation, result: Any) -> None:
+        accumulator = Buffer(BufferRole.ACCUMULATOR, operation.layer)
+        if not operation.last:
+            self._buffers.device[accumulator] = result
+            return
+        assert isinstance(result, GradientSlab)
+        self._buffers.device[Buffer(BufferRole.GRADIENT, operation.layer)] = result.gradient_N
+        self.squared_norms[operation.layer] = result.squared_norm

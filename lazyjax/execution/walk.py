@@ -1,0 +1,169 @@
+"""Issues the operations of a schedule, in order, and waits only where the schedule says.
+
+Device work is only dispatched: kernels and copies wait for each other on the device, in the order
+in which they were issued. Host work goes to threads, which wait themselves. The walk blocks
+
+- before a device operation, on host work that it waits for (an update before its fetch, a read from
+  NVMe before its reload), because the device cannot wait for the host;
+- before a kernel, on copies out of the device that it waits for: their memory is free only then;
+- before host work, on a transfer that frees memory, such as the write to NVMe two before this one;
+- before a fetch, on the window before the last, so that the device always has work queued but memory
+  that the list counts as free is free.
+
+Nothing is issued past a blocked operation, although another resource could go on: a buffer that JAX
+allocates after a kernel was dispatched is usable only when that kernel has ended, so a copy that was
+overtaken by a kernel would wait for it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Mapping
+
+from lazyjax.execution.buffers import StepBuffers
+from lazyjax.execution.device_work import DeviceWork
+from lazyjax.execution.host_work import HostWork
+from lazyjax.execution.pending import Pending, Task
+from lazyjax.execution.recorder import Recorder
+from lazyjax.planning.program.schedule import Action, Operation, Place, Schedule
+from lazyjax.specs import Tier
+from lazyjax.timeline import Resource
+
+DEVICE_RESOURCES = frozenset({Resource.COMPUTE, Resource.H2D, Resource.D2H})
+#: Windows whose kernels may be queued on the device when a fetch is issued.
+_WINDOWS_AHEAD = 1
+
+
+class Walk:
+    """One pass through a schedule.
+
+    Args:
+        carried: work of the step before that this step may wait for (`Operation.waits_previous`).
+        before: called before every operation is issued.
+        issued: called after every operation was issued, before what a kernel frees is let go.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        device_work: DeviceWork,
+        host_work: HostWork,
+        buffers: StepBuffers,
+        recorder: Recorder,
+        *,
+        carried: Mapping[int, Pending],
+        before: Callable[[Operation], None],
+        issued: Callable[[Operation], None],
+    ) -> None:
+        self._schedule, self._buffers, self._recorder = schedule, buffers, recorder
+        self._carried, self._before, self._issued = carried, before, issued
+        self._device_handlers: dict[Action, Callable[[Operation], Pending]] = {
+            Action.FETCH: device_work.fetch,
+            Action.FORWARD: device_work.forward,
+            Action.RECOMPUTE: device_work.forward,
+            Action.LOSS: device_work.loss,
+            Action.BACKWARD: device_work.backward,
+            Action.OFFLOAD: device_work.offload,
+            Action.RELOAD: device_work.reload,
+            Action.GRADIENT_OUT: device_work.gradient_out,
+        }
+        self._host_handlers: dict[Action, Callable[[Operation, list[Pending]], Pending | None]] = {
+            Action.SPILL: host_work.spill,
+            Action.LOAD: host_work.load,
+            Action.UPDATE: host_work.update,
+            Action.LOAD_STATE: host_work.load_state,
+            Action.SPILL_STATE: host_work.spill_state,
+        }
+        self._pending: dict[int, Pending] = {}
+        self._to_free: dict[int, tuple[Place, ...]] = {}
+        self._tokens: collections.deque[tuple[int, Pending]] = collections.deque()
+        self._awaited_by_host = {
+            waited
+            for operation in schedule.operations
+            if operation.resource not in DEVICE_RESOURCES
+            for waited in operation.waits
+        }
+
+    def run(self) -> None:
+        """Issues every operation, in order."""
+        for operation in self._schedule.operations:
+            self._before(operation)
+            for waited in operation.waits:
+                if self._must_have_ended(operation, waited):
+                    self.finish(waited)
+                elif self._schedule.operations[waited].resource is Resource.H2D:
+                    # The device waits for the copy; its source is JAX's to keep until then.
+                    self._free_after(waited)
+            if operation.resource in DEVICE_RESOURCES:
+                self._issue_on_device(operation)
+            else:
+                self._issue_on_host(operation)
+            self._buffers.count(operation)
+            self._recorder.memory(Tier.DEVICE.value, self._buffers.live_bytes)
+            self._issued(operation)
+            if operation.resource is Resource.COMPUTE:
+                self._buffers.free(operation.frees)
+            elif operation.frees:
+                self._to_free[operation.index] = operation.frees
+
+    def finish(self, index: int) -> None:
+        """Waits for an operation, then frees what it held."""
+        pending = self._pending.pop(index, None)
+        if pending is not None:
+            pending.wait()
+        self._free_after(index)
+
+    def finish_all(self) -> dict[int, Pending]:
+        """Waits for everything but the state's way back to NVMe, which the next step waits for."""
+        left = {}
+        for index in list(self._pending):
+            if self._schedule.operations[index].action is Action.SPILL_STATE:
+                left[index] = self._pending.pop(index)
+            else:
+                self.finish(index)
+        return left
+
+    def settle(self) -> None:
+        """Waits for the end of everything that was issued, whether good or bad."""
+        for pending in (*self._pending.values(), *self._carried.values()):
+            # The first error was raised already.
+            with contextlib.suppress(Exception):
+                pending.wait()
+        self._pending.clear()
+
+    def _free_after(self, index: int) -> None:
+        self._buffers.free(self._to_free.pop(index, ()))
+
+    def _must_have_ended(self, operation: Operation, waited: int) -> bool:
+        """Whether the walk itself waits; else the device's queues or a host thread do."""
+        other = self._schedule.operations[waited]
+        if operation.resource not in DEVICE_RESOURCES:
+            return bool(other.frees) and other.resource not in (Resource.COMPUTE, Resource.H2D)
+        if other.resource is Resource.D2H:
+            return operation.resource is Resource.COMPUTE
+        return other.resource not in DEVICE_RESOURCES
+
+    def _issue_on_device(self, operation: Operation) -> None:
+        if operation.action is Action.FETCH:
+            for waited in operation.waits_previous:
+                if waited in self._carried:
+                    self._carried[waited].wait()
+            while len(self._tokens) > _WINDOWS_AHEAD:
+                self._tokens.popleft()[1].wait()
+        pending = self._device_handlers[operation.action](operation)
+        self._recorder.issued(operation, pending)
+        if operation.resource is Resource.COMPUTE:
+            if self._tokens and self._tokens[-1][0] == operation.window:
+                self._tokens.pop()
+            self._tokens.append((operation.window, pending))
+        if operation.resource is Resource.D2H or operation.index in self._awaited_by_host:
+            self._pending[operation.index] = pending
+
+    def _issue_on_host(self, operation: Operation) -> None:
+        after = [self._pending[waited] for waited in operation.waits if waited in self._pending]
+        after += [self._carried[waited] for waited in operation.waits_previous if waited in self._carried]
+        pending = self._host_handlers[operation.action](operation, after)
+        if pending is not None:
+            assert isinstance(pending, Task)
+            self._pending[operation.index] = pending
