@@ -100,7 +100,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name, rest = given[0], given[1:]
     if name not in COMMANDS:
-        print(f"error: no command {name!r}\n{usage()}", file=sys.stderr)
+        import difflib
+
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
+        print(f"error: no command {name!r}; {hint}", file=sys.stderr)
         return 2
     words = [argument for argument in rest if argument != "--debug"]
     quiet_libraries()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lazyjax.huggingface.checkpoint import (
     CONFIG_FILE,
@@ -24,6 +26,8 @@ from lazyjax.models.registry import architecture, architecture_names, parse_hf_c
 #: Who publishes the packaged architectures' weights, by the beginning of the name.
 _PUBLISHERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama"}
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+#: A model's page at the hub, also where a path has lost one of the slashes.
+_ADDRESS = re.compile(r"^https?:/+(www\.)?(huggingface\.co|hf\.co)/")
 #: Endings of the hub's names that say how the weights came about, not what the model is.
 _TRAINING = re.compile(r"-(Instruct|Base|Chat|it|Thinking)(-\d+)?$")
 
@@ -38,9 +42,9 @@ def read_architecture(name: str) -> Architecture:
     """
     path = Path(name)
     if path.is_dir():
-        return parse_hf_config(read_json_table(path / CONFIG_FILE), name=path.resolve().name)
+        return _parsed(read_json_table(path / CONFIG_FILE), path / CONFIG_FILE, path.resolve().name)
     if path.is_file() or name.endswith(".json"):
-        return parse_hf_config(read_json_table(path), name=path.stem)
+        return _parsed(read_json_table(path), path, path.stem)
     packaged = _packaged(name)
     if packaged is not None:
         return architecture(packaged)
@@ -62,11 +66,18 @@ def open_model(folder: Path) -> tuple[Architecture, Checkpoint]:
     if not folder.is_dir():
         raise CheckpointError(_how_to_get(folder))
     checkpoint = open_checkpoint(folder)
-    return parse_hf_config(checkpoint.config, name=folder.resolve().name), checkpoint
+    return _parsed(checkpoint.config, folder / CONFIG_FILE, folder.resolve().name), checkpoint
+
+
+def _parsed(config: Mapping[str, Any], path: Path, name: str) -> Architecture:
+    try:
+        return parse_hf_config(config, name=name)
+    except ArchitectureError as error:
+        raise ArchitectureError(f"{path}: {error}") from error
 
 
 def _how_to_get(folder: Path) -> str:
-    name = str(folder)
+    name = _ADDRESS.sub("", str(folder))
     if folder.is_file():
         return (
             f"{name}: a file; weights come as a folder. To train this architecture from random weights, "

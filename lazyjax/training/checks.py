@@ -17,7 +17,7 @@ import jax
 
 from lazyjax.config import DEFAULT_OPTIMIZER, Config
 from lazyjax.hardware.measure import capacities, device_label
-from lazyjax.hardware.profile import HardwareProfile
+from lazyjax.hardware.profile import load_profile
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import usable_cpus
 from lazyjax.planning.costs.sizes import BATCH_BYTES_PER_TOKEN
@@ -28,6 +28,9 @@ from lazyjax.planning.planner.request import build_request
 from lazyjax.planning.planner.search import predict
 from lazyjax.planning.planner.service import refusal
 from lazyjax.specs import Tier, item_bytes
+
+#: A preset with every figure; only its memory is replaced, its rates are not used.
+_ANY_PROFILE = "h200"
 
 
 class MachineError(ValueError):
@@ -138,38 +141,16 @@ def _request(
     config: Config, template: ModelTemplate, device: jax.Device, *, device_bytes: int, host_bytes: int
 ) -> Request:
     """A question about memory only: its rates are never used."""
-    rates = dict.fromkeys(
-        (
-            "matmul_flops_per_second",
-            "device_bandwidth_bytes_per_second",
-            "h2d_bytes_per_second",
-            "d2h_bytes_per_second",
-            "interconnect_bytes_per_second",
-            "nvme_read_bytes_per_second",
-            "nvme_write_bytes_per_second",
-        ),
-        1e12,
-    )
-    figures = {
-        **rates,
+    optimizer: str = config.optimizer.name
+    memory = {
         "device_total_bytes": device_bytes,
         "device_bytes": device_bytes,
-        "duplex_factor": 1.0,
         "host_bytes": host_bytes,
         "nvme_bytes": 0 if config.plan.nvme_folder is None else 2**60,
         "devices": config.plan.devices,
     }
-    optimizer: str = config.optimizer.name
-    sources = dict.fromkeys(figures, "not used")
-    profile = HardwareProfile.model_validate(
-        {
-            "name": "memory",
-            "device": device_label(device),
-            **figures,
-            "host_update_parameters_per_second": {optimizer: 1e12},
-            "sources": {**sources, f"host_update_parameters_per_second.{optimizer}": "not used"},
-        }
-    )
+    named = {"name": "memory", "device": device_label(device)}
+    profile = load_profile(_ANY_PROFILE).model_copy(update={**memory, **named})
     request = build_request(
         template,
         profile,

@@ -53,6 +53,7 @@ def test_unknown_names_list_what_is_near(name, words):
             ["hf download Qwen/Qwen3-8B-Base --local-dir Qwen3-8B-Base", "--random-weights"],
         ),
         ("SmolLM2-135M", ["hf download HuggingFaceTB/SmolLM2-135M", "--random-weights"]),
+        ("https://huggingface.co/Qwen/Qwen3-4B", ["hf download Qwen/Qwen3-4B", "--random-weights"]),
         ("someone/model-1B", ["hf download someone/model-1B --local-dir model-1B"]),
         ("no/such/folder", ["no/such/folder: no such folder"]),
     ],
@@ -70,3 +71,9 @@ def test_a_misspelt_folder_shows_its_neighbours(tmp_path):
     (tmp_path / "smollm2-135m").mkdir()
     with pytest.raises(CheckpointError, match=r"near: .*smollm2-135m"):
         open_model(tmp_path / "smolm2-135m")
+
+
+def test_a_model_that_is_not_supported_is_named_with_its_file(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ArchitectureError, match=r"config\.json: model_type 'gpt2'"):
+        read_architecture(str(tmp_path / "config.json"))
