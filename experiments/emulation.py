@@ -335,6 +335,7 @@ class EmulatedOptimizer:
     """Updates that take the seconds which `Costs` says; a layer is known by its number of parameters."""
 
     name = "hybrid8bit"
+    master_bytes = 4
     state_version = "emulated"
 
     def __init__(self, device: Device, costs: Costs) -> None:
