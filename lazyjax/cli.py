@@ -77,6 +77,13 @@ def inspect_data(arguments: Sequence[str]) -> None:
     inspect_command(arguments)
 
 
+def export(arguments: Sequence[str]) -> None:
+    """Write a trained model: lazyjax export RUN|FOLDER OUT [--dtype float32]; OUT.gguf for llama.cpp."""
+    from lazyjax.training.exporting import export_command
+
+    export_command(arguments)
+
+
 #: Imported inside each command: `lazyjax --help` must not wait for JAX.
 COMMANDS: Mapping[str, Command] = {
     "train": train,
@@ -84,6 +91,7 @@ COMMANDS: Mapping[str, Command] = {
     "profile": profile,
     "runs": runs,
     "inspect-data": inspect_data,
+    "export": export,
 }
 
 

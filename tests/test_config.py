@@ -27,6 +27,12 @@ def write(tmp_path):
     return write_text
 
 
+def test_the_last_of_two_equal_options_counts():
+    """So that a script's own options can follow a set of usual ones."""
+    config = load_config(None, ["--model", "m", "--data.rows", "4", "--data.rows=8"])
+    assert config.data.rows == 8
+
+
 def test_defaults_are_complete_and_one_epoch(write):
     config = load_config(write(MINIMAL))
     assert config.training.epochs == 1.0
@@ -129,7 +135,6 @@ def test_every_mistake_of_a_file_is_listed(write):
         (["--model"], ["--model needs a value"]),
         (["--model", "a", "--model", "b"], ["--model is given twice (a, b)"]),
         (["--model", "a", "--model.folder", "b"], ["--model and --model.folder exclude each other"]),
-        (["--data.rows", "4", "--data.rows=8"], ["--data.rows is given twice"]),
         (["--random-weights"], ["--random-weights needs --model NAME"]),
         (["--optimizer.learning-rate", "1", "surplus"], ["'surplus'"]),
         (["--data.batching", "sorted"], ["data.batching:", "'bucketed'", "it is 'sorted'"]),

@@ -251,10 +251,6 @@ class _Overrides:
 
 def _parse_overrides(arguments: Sequence[str]) -> _Overrides:
     words, model = _take_model(arguments)
-    options = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
-    twice = [option for option in options if options.count(option) > 1]
-    if twice:
-        raise ConfigError(f"{_COMMAND_LINE}: {twice[0]} is given twice")
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):

@@ -31,7 +31,7 @@ from lazyjax.huggingface.checkpoint import (
 )
 from lazyjax.huggingface.configs import to_hf_config
 from lazyjax.huggingface.key_maps import Entry, key_map, to_stored
-from lazyjax.huggingface.parameters import LayerParameters, ParameterStore
+from lazyjax.huggingface.parameters import ReadableLayer, ReadableStore
 from lazyjax.huggingface.tensor_files import (
     FLOAT_DTYPES,
     CheckpointError,
@@ -70,7 +70,7 @@ GENERATION_FILE = "generation_config.json"
 def export(
     folder: Path | str,
     template: ModelTemplate,
-    store: ParameterStore,
+    store: ReadableStore,
     source: Checkpoint | None = None,
     *,
     tokenizer_folder: Path | None = None,
@@ -116,7 +116,7 @@ def export(
         for tensor in rest
     ]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _check_room(folder, sum(tensor.bytes for tensor in tensors))
+    check_room(folder, sum(tensor.bytes for tensor in tensors))
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
     try:
         config = to_hf_config(template.config) if source is None else dict(source.config)
@@ -142,7 +142,11 @@ def _free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _check_room(folder: Path, needed_bytes: int) -> None:
+def check_room(folder: Path, needed_bytes: int) -> None:
+    """Whether so much can be written beside `folder`, a folder or file that is not there yet.
+
+    Raises CheckpointError with both amounts.
+    """
     free_bytes = _free_bytes(folder.parent)
     if free_bytes < needed_bytes:
         raise CheckpointError(
@@ -151,12 +155,12 @@ def _check_room(folder: Path, needed_bytes: int) -> None:
         )
 
 
-def _outgoing(entry: Entry, store: ParameterStore, stored_dtype: str) -> OutgoingTensor:
+def _outgoing(entry: Entry, store: ReadableStore, stored_dtype: str) -> OutgoingTensor:
     pieces = functools.partial(_pieces, store.layers[entry.layer_index], entry, stored_dtype)
     return OutgoingTensor(entry.key, stored_dtype, entry.stored_shape, pieces)
 
 
-def _pieces(layer: LayerParameters, entry: Entry, stored_dtype: str) -> Iterator[memoryview]:
+def _pieces(layer: ReadableLayer, entry: Entry, stored_dtype: str) -> Iterator[memoryview]:
     for master in layer.master_pieces(entry.parameter, functools.partial(to_stored, entry.transform)):
         # ml_dtypes rounds to nearest even, as Transformers and the reference checkpoints do.
         yield memoryview(master.astype(FLOAT_DTYPES[stored_dtype]).reshape(-1).view(np.uint8))

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from lazyjax.huggingface.key_maps import key_map
-from lazyjax.huggingface.parameters import ParameterStore
+from lazyjax.huggingface.parameters import ReadableStore
 from lazyjax.models.template import ModelTemplate
 
 #: The bits of the exponent, all set in infinities and NaN.
@@ -51,7 +51,7 @@ def count_nonfinite(values: Shaped[np.ndarray, "..."]) -> tuple[int, int] | None
     return (odd - infinite, infinite) if odd else None
 
 
-def nonfinite_tensors(template: ModelTemplate, store: ParameterStore) -> tuple[NonFinite, ...]:
+def nonfinite_tensors(template: ModelTemplate, store: ReadableStore) -> tuple[NonFinite, ...]:
     """Every parameter of the store that holds a NaN or an infinity.
 
     Reads all master weights once, some rows at a time.

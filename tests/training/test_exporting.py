@@ -1,0 +1,96 @@
+"""`lazyjax export`: a run's model in another form."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from lazyjax import cli
+from lazyjax.data.sources import problems_folder
+from lazyjax.huggingface.export import export
+from lazyjax.models.registry import build_template
+from lazyjax.storage.host import allocate_host_store
+from tests.huggingface.architectures import SMALL
+
+
+@pytest.fixture
+def run(tmp_path: pathlib.Path) -> pathlib.Path:
+    """What a run leaves: its folder with a bfloat16 model and the tokenizer."""
+    template = build_template(SMALL["qwen3"].model_copy(update={"vocab_size": 2048}))
+    store = allocate_host_store(template.spec)
+    random = np.random.default_rng(0)
+    for layer, slabs in zip(template.spec.layers, store.layers, strict=True):
+        for tensor in layer.parameters:
+            slabs.set_master(tensor.name, random.standard_normal(tensor.shape).astype(np.float32))
+    folder = tmp_path / "runs" / "first"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("")
+    export(folder / "model", template, store, tokenizer_folder=problems_folder(), stop_token_ids=[2])
+    return folder
+
+
+def test_a_run_as_a_folder(run: pathlib.Path, tmp_path: pathlib.Path, capsys: Any) -> None:
+    assert cli.main(["export", str(run), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    text = capsys.readouterr().out
+    assert "tensors in float32" in text
+    assert "widened" in text
+    before = load_file(run / "model" / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert after[key].dtype == np.float32
+        np.testing.assert_array_equal(after[key], value.astype(np.float32))
+    names = {path.name for path in (run / "model").iterdir()}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    # A model's own folder does as well.
+    assert cli.main(["export", str(tmp_path / "out"), str(tmp_path / "back")]) == 0
+    again = load_file(tmp_path / "back" / "model.safetensors")
+    for key, value in before.items():
+        np.testing.assert_array_equal(again[key], value)
+
+
+def test_a_run_as_a_gguf_file(run: pathlib.Path, tmp_path: pathlib.Path, capsys: Any) -> None:
+    gguf = pytest.importorskip("gguf")
+    out = tmp_path / "model.gguf"
+    arguments = ["export", str(run), str(out), "--dtype", "float32"]
+    code = cli.main(arguments)
+    if code:  # how the packaged tokenizer splits has no name in llama.cpp
+        assert "--rule" in capsys.readouterr().err
+        assert cli.main([*arguments, "--rule", "gpt-2"]) == 0
+    reader = gguf.GGUFReader(out)
+    stored = load_file(run / "model" / "model.safetensors")
+    assert len(reader.tensors) == len(stored)
+    [table] = [tensor for tensor in reader.tensors if tensor.name == "token_embd.weight"]
+    np.testing.assert_array_equal(table.data, stored["model.embed_tokens.weight"].astype(np.float32))
+
+
+def test_what_is_not_there_is_named(run: pathlib.Path, tmp_path: pathlib.Path, capsys: Any) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "unsaved").mkdir()
+    (tmp_path / "unsaved" / "config.yaml").write_text("")
+    (tmp_path / "there").mkdir()
+    for arguments, words in (
+        (["absent", "out"], "absent: no such folder"),
+        ([str(tmp_path / "empty"), "out"], "neither config.json nor model/ is there"),
+        ([str(tmp_path / "unsaved"), "out"], "the run saved none"),
+        ([str(run), str(tmp_path / "there")], "never overwrites"),
+    ):
+        assert cli.main(["export", *arguments]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_truncated_model_leaves_nothing(run: pathlib.Path, tmp_path: pathlib.Path, capsys: Any) -> None:
+    path = run / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    for out in ("out", "out.gguf"):
+        assert cli.main(["export", str(run), str(tmp_path / out)]) == 2
+        error = capsys.readouterr().err
+        assert str(path) in error
+        assert "truncated" in error
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["runs"]
