@@ -149,8 +149,10 @@ def _request(
         "nvme_bytes": 0 if config.plan.nvme_folder is None else 2**60,
         "devices": config.plan.devices,
     }
+    profile = load_profile(_ANY_PROFILE)
     named = {"name": "memory", "device": device_label(device)}
-    profile = load_profile(_ANY_PROFILE).model_copy(update={**memory, **named})
+    sources = {**profile.sources, **dict.fromkeys(memory, "this machine")}
+    profile = profile.model_copy(update={**memory, **named, "sources": sources})
     request = build_request(
         template,
         profile,
