@@ -20,12 +20,19 @@ from lazyjax.optim.make import OPTIMIZERS
 from lazyjax.planning.commands.plot import plot_timeline
 from lazyjax.planning.commands.report import baseline_rows, explain, plan_report
 from lazyjax.planning.plan import cache
-from lazyjax.planning.plan.document import PlanError, check_made_for, load_plan, validate_plan
-from lazyjax.planning.planner.feasibility import largest_batch
+from lazyjax.planning.plan.document import Plan, PlanError, check_made_for, load_plan, validate_plan
+from lazyjax.planning.planner.batches import (
+    CLOSE_TO_BEST,
+    PlannedBatch,
+    batches_up_to,
+    plan_batches,
+    recommended,
+)
 from lazyjax.planning.planner.question import Request
 from lazyjax.planning.planner.request import build_request, request_key
 from lazyjax.planning.planner.search import RELATIVE_GAP
 from lazyjax.planning.planner.service import (
+    InfeasibleError,
     check_batch,
     residual_names,
     solve_cached,
@@ -70,14 +77,8 @@ def plan_command(arguments: Sequence[str]) -> None:
     rows = options.batch
     if options.max_batch is not None:
         unit = profile.devices * (options.microbatches or 1)
-        rows = largest_batch(ask(unit), below=options.max_batch + 1)
-        if not rows:
-            # The smallest one says what is missing.
-            rows = unit
-        else:
-            console.print(
-                f"The largest batch that fits, up to {options.max_batch}: {rows} rows.", highlight=False
-            )
+        # Where none fits, the smallest one says what is missing.
+        rows = _recommended_rows(ask, batches_up_to(options.max_batch, unit), options, console) or unit
     request = ask(rows)
     offers: dict[str, Request] = {}
     if profile.nvme_bytes and not options.nvme:
@@ -144,6 +145,42 @@ def _check_outputs(options: argparse.Namespace) -> None:
             raise PlanError(f"{path}: cannot be written there")
 
 
+#: Seconds for planning each batch that `--max-batch` looks at.
+_SECONDS_PER_BATCH = 6.0
+
+
+def _recommended_rows(
+    ask: Callable[[int], Request],
+    batches: Sequence[int],
+    options: argparse.Namespace,
+    console: Console,
+) -> int:
+    """Prints throughput against batch; the smallest batch within 1 % of the best, 0 where none fits."""
+    folder = None if options.no_cache else cache.default_folder()
+
+    def solve(rows: int) -> Plan | None:
+        try:
+            limit = min(_SECONDS_PER_BATCH, options.time_limit)
+            return solve_cached(ask(rows), folder, time_limit_seconds=limit)[0]
+        except InfeasibleError:
+            return None
+
+    def show(batch: PlannedBatch) -> None:
+        console.print(f"{batch.rows:>7} rows {batch.tokens_per_second:>10,.0f} tokens/s", highlight=False)
+
+    console.print("Throughput against batch (simulated):", highlight=False)
+    planned = plan_batches(batches, solve, show)
+    if not planned:
+        return 0
+    best, chosen = max(batch.tokens_per_second for batch in planned), recommended(planned)
+    console.print(
+        f"Recommended: {chosen.rows} rows, the smallest batch of these within {CLOSE_TO_BEST:.0%} of the "
+        f"best ({best:,.0f} tokens/s).",
+        highlight=False,
+    )
+    return chosen.rows
+
+
 def _bytes(gigabytes: float | None) -> int | None:
     return None if gigabytes is None else int(gigabytes * 1e9)
 
@@ -177,7 +214,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--epoch-rows", type=positive, metavar="ROWS", help="tell the hours of so many rows")
     parser.add_argument(
-        "--max-batch", type=positive, metavar="ROWS", help="find the largest batch up to ROWS and plan it"
+        "--max-batch", type=positive, metavar="ROWS",
+        help="plan batches up to ROWS and take the smallest within 1 %% of the best throughput"
     )
     parser.add_argument("--microbatches", type=positive, help="fix the number of microbatches")
     parser.add_argument("--interlayer-home", choices=("device", "host"), help="fix where activations wait")

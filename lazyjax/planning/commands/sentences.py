@@ -96,6 +96,7 @@ def bound_sentence(plan: Plan) -> str | None:
         return None
     solved = f" (searched for {prediction.solve_seconds:.1f} s)" if prediction.solve_seconds else ""
     return (
-        f"No plan takes less than {digits(prediction.bound_seconds)} s where layers are not cut into "
-        f"microbatches; there this one is within {max(0.0, prediction.gap):.2%} of that{solved}."
+        f"No plan with the sets of tensors that are weighed takes less than "
+        f"{digits(prediction.bound_seconds)} s where layers are not cut into microbatches; there this one is "
+        f"within {max(0.0, prediction.gap):.2%} of that{solved}."
     )

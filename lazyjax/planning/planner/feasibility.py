@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from lazyjax.planning.planner.milp import memory_shortfall
+from lazyjax.planning.planner.necessary import necessary_shortfall
 from lazyjax.planning.planner.problem import Problem
 from lazyjax.planning.planner.question import Request, lean_problem, microbatch_counts, settings_of
 from lazyjax.specs import Tier
@@ -16,9 +17,20 @@ _MISS_SECONDS = 3.0
 
 def feasible(request: Request) -> bool:
     """Whether some plan fits: with the microbatches asked for, else with the finest."""
+    if necessary_shortfall(request):
+        return False
+    return any(not memory_shortfall(problem) for problem in _finest_problems(request))
+
+
+def finest_miss(request: Request) -> dict[Tier, int]:
+    """Bytes missing per tier in the nearest miss of the finest microbatches; empty if they fit."""
+    return nearest_miss(_finest_problems(request))
+
+
+def _finest_problems(request: Request) -> list[Problem]:
     finest = request.microbatches or request.rows // request.devices
     settings = settings_of(dataclasses.replace(request, microbatches=finest))
-    return any(not memory_shortfall(lean_problem(request, setting)) for setting in settings)
+    return [lean_problem(request, setting) for setting in settings]
 
 
 def largest_batch(request: Request, *, below: int, most_probes: int = 24) -> int:

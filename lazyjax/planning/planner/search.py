@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from lazyjax.planning.plan.document import Plan, PlanError, Prediction
-from lazyjax.planning.planner.feasibility import nearest_miss
+from lazyjax.planning.planner.feasibility import finest_miss, nearest_miss
 from lazyjax.planning.planner.milp import Program, leanest_plan, window_period
+from lazyjax.planning.planner.necessary import necessary_shortfall
 from lazyjax.planning.planner.question import Request, lean_problem, problem_of, settings_of
 from lazyjax.planning.planner.rounding import Binaries
 from lazyjax.planning.planner.solver import shared_process
@@ -194,8 +195,12 @@ def find_plan(
     """
     begun = time.monotonic()
     deadline = begun + time_limit_seconds
-    shared_process().begin()
     search = _Search(relative_gap)
+    if missing := necessary_shortfall(request):
+        # Of device memory the conditions tell that it is too little, not by how much.
+        short = finest_miss(request) if set(missing) == {Tier.DEVICE} else missing
+        return SearchResult(None, (), math.inf, math.inf, short, time.monotonic() - begun)
+    shared_process().begin()
     # What the first look leaves out is looked at where nothing else has a plan.
     for everything in (False, True):
         added = _relaxed_candidates(request, search.candidates, everything, solver, progress)
@@ -226,6 +231,8 @@ def _relaxed_candidates(
     candidates: list[_Candidate] = []
     for settings in settings_of(request):
         if settings in [candidate.settings for candidate in known]:
+            continue
+        if necessary_shortfall(request, settings.microbatch_rows):
             continue
         # What fits without the detour of activations through the host does not need it.
         detour = settings.interlayer_home == "host" and request.interlayer_home is None

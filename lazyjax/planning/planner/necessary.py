@@ -1,0 +1,56 @@
+"""What every plan needs, whatever it decides: bytes that sizes alone tell, in milliseconds.
+
+A refusal that follows from these needs no solver, and settings that fail them are not looked at. What
+meets them may still not fit.
+"""
+
+from __future__ import annotations
+
+from lazyjax.planning.planner.question import Request
+from lazyjax.planning.program.operations import Action, ModelSizes
+from lazyjax.specs import Tier
+
+
+def necessary_shortfall(request: Request, microbatch_rows: int | None = None) -> dict[Tier, int]:
+    """Bytes missing per tier for certain; empty where these conditions hold.
+
+    Args:
+        microbatch_rows: of one microbatch; by default as few as can be.
+    """
+    rows = microbatch_rows
+    if rows is None:
+        count = request.microbatches or request.rows // request.devices
+        rows = -(-request.rows // count)
+    sizes = request.sizes(rows)
+    host, nvme = request.capacity[Tier.HOST], request.capacity[Tier.NVME]
+    state = sum(layer.state_bytes for layer in sizes.layers)
+    # Masters and gradients are always on the host; state is there too unless NVMe takes it.
+    needed = {
+        Tier.DEVICE: _least_device_bytes(request, sizes, rows),
+        Tier.HOST: request.static_host_bytes + max(0, state - nvme),
+        Tier.NVME: 0,
+    }
+    missing = {
+        Tier.DEVICE: needed[Tier.DEVICE] - request.capacity[Tier.DEVICE],
+        Tier.HOST: needed[Tier.HOST] - host,
+    }
+    return {tier: size for tier, size in missing.items() if size > 0}
+
+
+def _least_device_bytes(request: Request, sizes: ModelSizes, rows: int) -> int:
+    """The largest layer's backward pass: slab, gradient, input, both input gradients, working set."""
+    working_bytes = request.costs(rows).working_bytes
+    known: dict[str, int] = {}
+    most = 0
+    for index in range(1, len(sizes.layers) - 1):
+        layer, kind = sizes.layers[index], request.spec.layers[index].kind
+        if kind not in known:
+            names = tuple(layer.residual_bytes)
+            # With residuals kept, they are there instead of being made on the way.
+            known[kind] = min(
+                working_bytes(Action.BACKWARD, index, ()),
+                working_bytes(Action.BACKWARD, index, names) + sum(layer.residual_bytes.values()),
+            )
+        own = layer.parameter_bytes + layer.gradient_bytes + 3 * layer.input_bytes
+        most = max(most, own + known[kind])
+    return most
