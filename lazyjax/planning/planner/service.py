@@ -129,23 +129,25 @@ def refusal(request: Request, shortfall: Mapping[Tier, int], offers: Mapping[str
 
 def _sum_that_fails(request: Request, tier: Tier, shortfall_bytes: int) -> str:
     needed = request.capacity[tier] + shortfall_bytes
+    unit, divisor, places = ("GB", 1e9, 1) if needed >= 1e10 else ("GB", 1e9, 2)
+    if needed < 1e8:
+        unit, divisor, places = "bytes", 1.0, 0
+
+    def amount(size: int) -> str:
+        return f"{size / divisor:,.{places}f}"
+
     parts = ""
     if tier is Tier.HOST and not request.capacity[Tier.NVME]:
         state = sum(layer.state_bytes for layer in request.sizes(request.devices).layers)
         rest = max(0, needed - request.static_host_bytes - state)
         parts = (
-            f"weights and gradients {_gigabytes(request.static_host_bytes)} + optimizer state "
-            f"{_gigabytes(state)} + activations {_gigabytes(rest)} = "
+            f"weights and gradients {amount(request.static_host_bytes)} + optimizer state {amount(state)} + "
+            f"activations {amount(rest)} = "
         )
     return (
-        f"{tier.value} memory: {parts}{_gigabytes(needed)} GB at least, "
-        f"{_gigabytes(request.capacity[tier])} may be used, {_gigabytes(shortfall_bytes)} short"
+        f"{tier.value} memory: {parts}{amount(needed)} {unit} at least, "
+        f"{amount(request.capacity[tier])} may be used, {amount(shortfall_bytes)} short"
     )
-
-
-def _gigabytes(size: int) -> str:
-    places = 1 if size >= 1e10 else 2 if size >= 1e7 else 4
-    return f"{size / 1e9:.{places}f}"
 
 
 def verify_for(request: Request, plan: Plan) -> Verification:
