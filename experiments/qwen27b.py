@@ -64,12 +64,13 @@ def run(arguments: Sequence[str]) -> int:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
-    import jax
+    from lazyjax.hardware.devices import visible_devices
 
-    preset, reason, overrides = choose_preset(arguments, jax.default_backend())
+    platform = visible_devices()[0].platform
+    preset, reason, overrides = choose_preset(arguments, platform)
     if "--help" not in overrides and "-h" not in overrides:
         say(reason)
-    if preset == "full" and jax.default_backend() == "cpu":
+    if preset == "full" and platform == "cpu":
         say("Without an accelerator a step of the full model takes hours; Ctrl-C stops it.")
     config = load_config(PRESETS[preset], overrides)
 

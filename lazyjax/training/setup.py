@@ -28,6 +28,7 @@ from lazyjax.data.sources import problems_folder
 from lazyjax.execution.build import checked_schedules, executor_of
 from lazyjax.execution.executor import Executor, StepResult
 from lazyjax.execution.kernels import Kernels, data_mesh
+from lazyjax.hardware.devices import visible_devices
 from lazyjax.hardware.measure import device_label
 from lazyjax.huggingface import find
 from lazyjax.huggingface.checkpoint import Checkpoint, bind, load_into
@@ -156,7 +157,7 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
     if checkpoint is not None:
         bind(checkpoint, template)
     spec = template.spec
-    devices = jax.devices()
+    devices = visible_devices()
     if config.plan.devices > len(devices):
         raise SetupError(f"plan.devices is {config.plan.devices}, but JAX sees {len(devices)} device(s)")
     mesh = data_mesh(devices[: config.plan.devices])

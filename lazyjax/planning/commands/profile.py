@@ -8,12 +8,12 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 
-import jax
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from lazyjax.hardware.devices import visible_devices
 from lazyjax.hardware.measure import SPREAD, MeasureOptions, measure_profile, spread_of
 from lazyjax.hardware.profile import HardwareProfile, ProfileError, dump_profile
 from lazyjax.models.template import ModelTemplate
@@ -45,7 +45,7 @@ def profile_machine(
             NVMe folder cannot be written.
     """
     console = console or Console()
-    small = jax.default_backend() == "cpu"
+    small = visible_devices()[0].platform == "cpu"
     options = MeasureOptions(
         shapes=block_shapes(template, tokens),
         compute_dtype=compute_dtype,
