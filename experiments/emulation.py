@@ -30,7 +30,8 @@ from lazyjax.execution.executor import Executor
 from lazyjax.execution.host_queues import HostQueues, Timed
 from lazyjax.execution.host_update import HostUpdates
 from lazyjax.execution.kernels import DeviceBatch, GradientSlab
-from lazyjax.execution.pending import Pending, Task
+from lazyjax.execution.pending import Arrays, Pending, Task
+from lazyjax.execution.recorder import Recorder
 from lazyjax.models.template import LayerKind, ModelTemplate
 from lazyjax.optim.base import HostState, StateDescription
 from lazyjax.optim.clipping import ClipRule
@@ -360,16 +361,6 @@ class EmulatedOptimizer:
         self._device.clock.wait_until(self._device.serve(Resource.CPU, self._seconds[slabs.layout.length]))
 
 
-class _Since(NamedTuple):
-    """Moves a host thread's time to the moment at which its task was queued."""
-
-    clock: Clock
-    moment: float
-
-    def wait(self) -> None:
-        self.clock.wait_until(self.moment)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _TimedTask(Task):
     """A task that tells the thread which waits for it when it ended."""
@@ -385,22 +376,32 @@ class _TimedTask(Task):
 class EmulatedQueues(HostQueues):
     """The executor's host threads, which also hand on the time of a `ThreadClock`."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, device: Device) -> None:
         super().__init__()
-        self._clock = clock
+        self._device, self._clock = device, device.clock
+
+    def _queued(self) -> Pending:
+        """Moves a host thread's time to the moment at which its task was queued."""
+        return Arrays(EmulatedArray(self._device, 0, self._clock.now()))
 
     def run(
         self, resource: Resource, work: Callable[[], None], after: Sequence[Pending], timed: Timed
     ) -> Task:
         """See `HostQueues.run`."""
+        begins: list[float] = []
         ends: list[float] = []
+
+        def timed_work() -> None:
+            begins.append(self._clock.now())
+            work()
 
         def noted(start: float, end: float) -> None:
             ends.append(self._clock.now())
-            timed(start, end)
+            timed(begins[0], ends[0])
 
-        began: Any = _Since(self._clock, self._clock.now())
-        return _TimedTask(super().run(resource, work, [began, *after], noted).future, self._clock, ends)
+        return _TimedTask(
+            super().run(resource, timed_work, [self._queued(), *after], noted).future, self._clock, ends
+        )
 
     def transfer(
         self,
@@ -410,13 +411,15 @@ class EmulatedQueues(HostQueues):
         timed: Timed,
     ) -> Task:
         """See `HostQueues.transfer`."""
+        begins: list[float] = []
         ends: list[float] = []
 
         def noted(start: float, end: float) -> None:
             ends.append(self._clock.now())
-            timed(start, end)
+            timed(begins[0], ends[0])
 
         def noted_begin() -> Callable[[], None]:
+            begins.append(self._clock.now())
             complete = begin()
             since = self._clock.now()
 
@@ -426,8 +429,7 @@ class EmulatedQueues(HostQueues):
 
             return noted_complete
 
-        began: Any = _Since(self._clock, self._clock.now())
-        task = super().transfer(resource, noted_begin, [began, *after], noted)
+        task = super().transfer(resource, noted_begin, [self._queued(), *after], noted)
         return _TimedTask(task.future, self._clock, ends)
 
 
@@ -464,7 +466,8 @@ def emulated_executor(
         HostUpdates(store, EmulatedOptimizer(device, costs)),
         clip=ClipRule(),
         open_drive=lambda: EmulatedDrive(device, costs),
-        queues=EmulatedQueues(clock),
+        queues=EmulatedQueues(device),
+        recorder=Recorder(clock.now),
     )
     try:
         yield executor, device

@@ -93,9 +93,7 @@ def table3(folder: pathlib.Path, models: Sequence[str] = ()) -> Sheet:
     return sheet
 
 
-def _our_row(
-    row: published.Row, profile: HardwareProfile, count: int, lazy: Outcome
-) -> tuple[str, ...]:
+def _our_row(row: published.Row, profile: HardwareProfile, count: int, lazy: Outcome) -> tuple[str, ...]:
     ours = planned(row.model, profile, count)
     if ours is None:
         return (row.gpu, row.model, "LazyJAX", str(count), "-", "does not fit", *[""] * 5)

@@ -295,7 +295,7 @@ def main() -> None:
             if not same_bits(kernels, seed, pathlib.Path(folder)):
                 different.append(seed)
     seconds = time.perf_counter() - start
-    differing = different or 'none'
+    differing = different or "none"
     print(f"{options.plans} random plans, two to a run, {seconds:.0f} s; runs that differ: {differing}")
     raise SystemExit(bool(different))
 

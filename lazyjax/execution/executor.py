@@ -69,7 +69,7 @@ class Executor:
     Args:
         schedules: gives the schedules that are walked.
         open_drive: opens the NVMe drive when the first plan needs it; None where there is none.
-        queues: the host threads, if not new ones.
+        queues, recorder: the host threads and the record of events, if not new ones.
         step: optimizer steps that were applied before.
     """
 
@@ -85,14 +85,16 @@ class Executor:
         clip: ClipRule,
         open_drive: Callable[[], Drive] | None = None,
         queues: HostQueues | None = None,
+        recorder: Recorder | None = None,
         step: int = 0,
     ) -> None:
         self.kernels, self.store, self.updates = kernels, store, updates
         self.template = kernels.template
         self._schedules, self._open_drive = schedules, open_drive
         self._drive: Drive | None = None
-        host_queues = HostQueues() if queues is None else queues
-        self._machinery = Machinery(kernels, copies, store, updates, host_queues, Recorder(), clip)
+        self._machinery = Machinery(
+            kernels, copies, store, updates, queues or HostQueues(), recorder or Recorder(), clip
+        )
         self._forward = ForwardPass(kernels, store, copies)
         self.applied_steps, self.skipped_steps = step, 0
         self._steps = self._skipped_in_a_row = 0

@@ -22,9 +22,14 @@ from lazyjax.timeline import Event, MemorySample, Resource, Timeline, shift_to_z
 
 
 class Recorder:
-    """Collects the events of one step at a time."""
+    """Collects the events of one step at a time.
 
-    def __init__(self) -> None:
+    Args:
+        now: the clock, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
         self._lock = threading.Lock()
         self._events: list[tuple[Operation, Event]] = []
         self._memory: list[MemorySample] = []
@@ -46,7 +51,7 @@ class Recorder:
 
     def issued(self, operation: Operation, pending: Pending) -> None:
         """Watches an operation of the device that was just issued."""
-        self._queues[operation.resource].put((self._step, operation, pending, time.perf_counter()))
+        self._queues[operation.resource].put((self._step, operation, pending, self._now()))
 
     def timer(self, operation: Operation) -> Callable[[float, float], None]:
         """Takes start and end of an operation of the current step that is timed where it runs."""
@@ -55,7 +60,7 @@ class Recorder:
     def memory(self, tier: str, live_bytes: int) -> None:
         """Records the live bytes of a tier now."""
         with self._lock:
-            self._memory.append(MemorySample(time.perf_counter(), tier, live_bytes))
+            self._memory.append(MemorySample(self._now(), tier, live_bytes))
 
     def timeline(self) -> Timeline:
         """The current step's events so far, after what was issued has finished."""
@@ -95,7 +100,7 @@ class Recorder:
                 # The walk meets the same error where it waits.
                 del entry, pending
                 continue
-            end = time.perf_counter()
+            end = self._now()
             self._record(step, operation, max(issued, previous_end), end)
             previous_end = end
             # Nothing is kept alive only because it was timed.

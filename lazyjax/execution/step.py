@@ -105,7 +105,6 @@ class Step:
             self._buffers,
             machinery.recorder,
             carried=carried,
-            before=self._before,
             issued=on_operation,
         )
         self._decided = False
@@ -116,7 +115,8 @@ class Step:
 
     def run(self) -> None:
         """Does the step and waits for everything that belongs to it."""
-        self.walk.run()
+        # Given here and not kept by the walk: a cycle would hold arrays until the collector comes by.
+        self.walk.run(self._before)
         update = None if self._decided else self._decide()
         self.left = self.walk.finish_all()
         self._buffers.clear()

@@ -40,7 +40,6 @@ class Walk:
 
     Args:
         carried: work of the step before that this step may wait for (`Operation.waits_previous`).
-        before: called before every operation is issued.
         issued: called after every operation was issued, before what a kernel frees is let go.
     """
 
@@ -53,11 +52,10 @@ class Walk:
         recorder: Recorder,
         *,
         carried: Mapping[int, Pending],
-        before: Callable[[Operation], None],
         issued: Callable[[Operation], None],
     ) -> None:
         self._schedule, self._buffers, self._recorder = schedule, buffers, recorder
-        self._carried, self._before, self._issued = carried, before, issued
+        self._carried, self._issued = carried, issued
         self._device_handlers: dict[Action, Callable[[Operation], Pending]] = {
             Action.FETCH: device_work.fetch,
             Action.FORWARD: device_work.forward,
@@ -75,6 +73,7 @@ class Walk:
             Action.LOAD_STATE: host_work.load_state,
             Action.SPILL_STATE: host_work.spill_state,
         }
+        self._carried_layers = {schedule.operations[index].layer: task for index, task in carried.items()}
         self._pending: dict[int, Pending] = {}
         self._to_free: dict[int, tuple[Place, ...]] = {}
         self._tokens: collections.deque[tuple[int, Pending]] = collections.deque()
@@ -85,10 +84,10 @@ class Walk:
             for waited in operation.waits
         }
 
-    def run(self) -> None:
-        """Issues every operation, in order."""
+    def run(self, before: Callable[[Operation], None]) -> None:
+        """Issues every operation, in order; `before` is called with each before it is issued."""
         for operation in self._schedule.operations:
-            self._before(operation)
+            before(operation)
             for waited in operation.waits:
                 if self._must_have_ended(operation, waited):
                     self.finish(waited)
@@ -163,6 +162,9 @@ class Walk:
     def _issue_on_host(self, operation: Operation) -> None:
         after = [self._pending[waited] for waited in operation.waits if waited in self._pending]
         after += [self._carried[waited] for waited in operation.waits_previous if waited in self._carried]
+        if operation.action is Action.LOAD_STATE and operation.layer in self._carried_layers:
+            # In its queue the write is long done; if it failed, what is there is an older state.
+            after.append(self._carried_layers[operation.layer])
         pending = self._host_handlers[operation.action](operation, after)
         if pending is not None:
             assert isinstance(pending, Task)

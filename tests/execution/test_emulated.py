@@ -1,0 +1,131 @@
+"""The executor overlaps what the simulator says, on a device that only takes time.
+
+Each thread has a time of its own that moves when it waits, so that results do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from experiments.benchmarks.emulated_device import emulate, simulated
+from experiments.emulation import ThreadClock
+from lazyjax.execution.device_work import DeviceWork
+from lazyjax.execution.host_work import HostWork
+from lazyjax.hardware.profile import load_profile
+from lazyjax.models.architecture import Qwen2Architecture, Rope
+from lazyjax.models.registry import build_template
+from lazyjax.models.template import ModelTemplate
+from lazyjax.optim.make import make_host_optimizer
+from lazyjax.planning.costs.seconds import Costs, template_costs
+from lazyjax.planning.plan.document import Boundary, LayerPlan, Plan
+from lazyjax.specs import Tier
+
+BLOCKS, ROWS, LENGTH = 12, 16, 1024
+
+
+@functools.cache
+def model() -> ModelTemplate:
+    return build_template(
+        Qwen2Architecture(
+            name="emulated", vocab_size=8000, hidden_size=2048, intermediate_size=6144,
+            num_hidden_layers=BLOCKS, num_attention_heads=16, num_key_value_heads=4, head_dim=128,
+            rms_norm_eps=1e-6, tie_word_embeddings=False, rope=Rope(theta=1e4), qkv_bias=True,
+        )
+    )  # fmt: skip
+
+
+def plan_of(home: str, microbatches: int = 4, state: str = "host", **settings: object) -> Plan:
+    """Boundaries and a residual of every other block on one tier, the state of every third on another."""
+    layers = [LayerPlan()]
+    for index in range(1, BLOCKS + 1):
+        saved = {"gate": Tier(home)} if index % 2 else {}
+        there = state if index % 3 == 0 else "host"
+        layers.append(LayerPlan(boundary=Boundary(home), saved=saved, state=there))
+    return Plan(
+        model="emulated", planner=home, rows=ROWS, sequence_length=LENGTH, microbatches=microbatches,
+        reload_ahead=2, layers=(*layers, LayerPlan()), **settings,
+    )  # fmt: skip
+
+
+@functools.cache
+def costs(rows: int) -> Costs:
+    """A fast link and drive, so that compute is the longest and every pause of it shows."""
+    profile = load_profile("h800-paper")
+    faster = {"h2d_bytes_per_second": 5e10, "d2h_bytes_per_second": 5e10}
+    faster |= {"nvme_read_bytes_per_second": 2e10, "nvme_write_bytes_per_second": 2e10}
+    return template_costs(
+        model(), profile.model_copy(update=faster), rows=rows, sequence_length=LENGTH,
+        optimizer=make_host_optimizer("hybrid8bit", threads=1, path="pure"),
+    )  # fmt: skip
+
+
+def ratio(plan: Plan) -> float:
+    """Emulated over simulated period."""
+    machine = costs(plan.microbatch_rows)
+    return (
+        emulate(model(), plan, machine, ThreadClock()).period_seconds
+        / simulated(plan, machine).period_seconds
+    )
+
+
+PLANS = [
+    plan_of("device"),
+    plan_of("host"),
+    plan_of("host", interlayer_home="host"),
+    plan_of("host", update="immediate"),
+    plan_of("host", state="nvme"),
+]
+
+
+def name_of(plan: Plan) -> str:
+    return f"{plan.planner}-{plan.interlayer_home}-{plan.update}-{plan.layers[3].state}"
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=name_of)
+def test_the_emulated_step_takes_the_simulated_time(plan: Plan) -> None:
+    """Order and busy seconds too."""
+    machine = costs(plan.microbatch_rows)
+    expected, found = simulated(plan, machine), emulate(model(), plan, machine, ThreadClock())
+    assert found.period_seconds == pytest.approx(expected.period_seconds, rel=0.03)
+    assert not found.out_of_order
+    for resource, seconds in expected.busy_seconds.items():
+        assert found.busy_seconds[resource] == pytest.approx(seconds, rel=1e-6), resource
+
+
+@pytest.mark.parametrize("handler", ["fetch", "offload", "reload", "gradient_out"])
+def test_a_copy_that_the_walk_waits_for_is_seen(handler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for a kernel costs nothing here: dispatching the next one takes no time."""
+    dispatch = getattr(DeviceWork, handler)
+
+    def waiting(self, operation):
+        pending = dispatch(self, operation)
+        pending.wait()
+        return pending
+
+    plan = plan_of("host", interlayer_home="host")
+    before = ratio(plan)
+    monkeypatch.setattr(DeviceWork, handler, waiting)
+    assert ratio(plan) > 1.02 * before
+
+
+@pytest.mark.parametrize(("handler", "own"), [("spill", False), ("load", True), ("update", False)])
+def test_host_work_that_the_walk_waits_for_is_seen(
+    handler: str, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write to NVMe once waited there for the offload of the kernel just dispatched."""
+    queue = getattr(HostWork, handler)
+
+    def waiting(self, operation, after):
+        for pending in after:
+            pending.wait()
+        task = queue(self, operation, after)
+        if task is not None and own:
+            task.wait()
+        return task
+
+    plan = plan_of("host", state="nvme") if handler == "update" else plan_of("nvme")
+    before = ratio(plan)
+    monkeypatch.setattr(HostWork, handler, waiting)
+    assert ratio(plan) > 1.02 * before
