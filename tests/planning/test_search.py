@@ -87,6 +87,7 @@ def test_explain_names_alternatives_and_refuses_other_layers(request_):
     plan = find_plan(request_, time_limit_seconds=LIMIT).plan
     text = printed(explain(request_, plan, 1))
     assert "input host" in text
+    assert "The step is bound by" in text
     assert "optimizer state" not in printed(explain(request_, plan, 0))
     with pytest.raises(PlanError, match="layers 0 to"):
         explain(request_, plan, len(plan.layers))

@@ -18,6 +18,7 @@ from lazyjax.planning.planner.search import fits, predict
 from lazyjax.planning.planner.service import baseline_plans
 from lazyjax.planning.program.critical import critical_path, exposed_seconds
 from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, build_schedule
+from lazyjax.planning.program.simulate import simulate
 from lazyjax.planning.program.verify import Verification
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
@@ -46,6 +47,10 @@ class ComparisonRow:
     def over(self, request: Request, tier: Tier) -> bool:
         """Whether the plan needs more than there is."""
         return self.peak_bytes[tier.value] > request.capacity[tier]
+
+
+#: Share of a memory from which on it is said to bind.
+_NEARLY_FULL = 0.97
 
 
 def comparison_row(
@@ -118,6 +123,16 @@ def comparison(lines: Sequence[ComparisonRow], request: Request) -> Table:
     limits = (digits(request.capacity[tier] / 1e9) for tier in tiers)
     table.add_section()
     table.add_row(Text("may use", style="dim"), "", "", "", "", "", *limits)
+    table.caption_justify = "left"
+    if any(
+        model_tflops(request.spec.parameter_count, line.plan, line.period_seconds) * 1e12
+        > line.executed_flops / line.period_seconds
+        for line in lines
+    ):
+        table.caption = (
+            "Model TFLOPS are 6 N tokens/s; N counts the embedding table, which multiplies nothing,\n"
+            "so they may exceed the executed ones."
+        )
     return table
 
 
@@ -232,6 +247,8 @@ def explain(request: Request, plan: Plan, layer: int) -> RenderableType:
         title=f"layer {layer} ({request.spec.layers[layer].name}): {_describe(decided)}",
         title_justify="left",
         header_style="bold",
+        caption=_binding(request, plan),
+        caption_justify="left",
     )
     table.add_column("instead")
     table.add_column("period", justify="right")
@@ -259,6 +276,22 @@ def explain(request: Request, plan: Plan, layer: int) -> RenderableType:
             Text(f"{', '.join(over)} too small" if over else "", style="red"),
         )
     return table
+
+
+def _binding(request: Request, plan: Plan) -> str:
+    """Which resource and which memory leave no room."""
+    rows = plan.microbatch_rows
+    simulation = simulate(build_schedule(plan, request.sizes(rows)), request.costs(rows).operation_seconds)
+    busiest = max(simulation.busy_seconds, key=lambda resource: simulation.busy_seconds[resource])
+    share = simulation.busy_seconds[busiest] / simulation.period_seconds
+    peaks = predict(request, plan).peak_bytes
+    full = [
+        f"{tier.value} memory ({peaks[tier.value] / request.capacity[tier]:.0%} used)"
+        for tier in Tier
+        if request.capacity[tier] and peaks[tier.value] > _NEARLY_FULL * request.capacity[tier]
+    ]
+    memory = f"; {' and '.join(full)} is nearly full" if full else "; no memory is nearly full"
+    return f"The step is bound by {busiest.value}, busy {share:.0%} of the period{memory}."
 
 
 def _alternatives(request: Request, plan: Plan, layer: int) -> list[LayerPlan]:
