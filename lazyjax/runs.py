@@ -12,7 +12,7 @@ import json
 import math
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 _METRICS = "metrics.jsonl"
 #: Weight of the past in the smoothed loss.
@@ -208,7 +208,17 @@ def run_table(runs: Sequence[Run]) -> str:
 
 
 def _figure(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+    if value is None:
+        return "-"
+    return "<0.001" if 0 < value < 0.001 and form.endswith("g}") else form.format(value)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Mistakes are one line, as everywhere."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises RunError."""
+        raise RunError(f"{self.prog}: {message} ({self.prog} --help lists the options)")
 
 
 def smoothed(values: Sequence[float], weight: float = _SMOOTHING) -> list[float]:
@@ -270,7 +280,7 @@ def check_picture(path: pathlib.Path) -> None:
 
 def runs_command(arguments: Sequence[str]) -> None:
     """Compare runs: lazyjax runs [FOLDER ...] [--plot losses.png]; by default all of ./runs."""
-    parser = argparse.ArgumentParser(prog="lazyjax runs", description="Compares run folders.")
+    parser = _Parser(allow_abbrev=False, prog="lazyjax runs", description="Compares run folders.")
     default = [pathlib.Path("runs")]
     parser.add_argument("folders", nargs="*", type=pathlib.Path, default=default,
                         help="run folders, or folders of them (default: runs)")  # fmt: skip

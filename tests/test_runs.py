@@ -50,7 +50,8 @@ def test_damage_is_named(folder, line, words):
 
 
 def test_what_is_no_run_is_refused_without_a_traceback(folder, capsys):
-    for words in (["absent"], [str(folder), "--plot", "losses.xyz"], [str(folder), "--plot", "absent/a.png"]):
+    pictures = [[str(folder), "--plot", name] for name in ("losses.xyz", "absent/a.png")]
+    for words in (["absent"], ["--plto", "a.png"], *pictures):
         assert cli.main(["runs", *words]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ")
@@ -90,6 +91,12 @@ def test_rates_leave_out_the_step_that_compiles(folder):
         "(cpu, abc)",
     ):
         assert word in text, word
+
+
+def test_small_rates_keep_their_column(folder):
+    text = (folder / "metrics.jsonl").read_text().replace('"model_tflops": 0.5', '"model_tflops": 5.24e-06')
+    (folder / "metrics.jsonl").write_text(text)
+    assert " <0.001 " in run_table([read_run(folder)])
 
 
 def test_names_are_never_cut_and_figures_fit_80_columns(folder):

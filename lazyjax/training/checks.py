@@ -21,13 +21,14 @@ from lazyjax.hardware.profile import load_profile
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import usable_cpus
 from lazyjax.planning.costs.sizes import BATCH_BYTES_PER_TOKEN
-from lazyjax.planning.plan.baselines import BASELINES, without_nvme
 from lazyjax.planning.planner.feasibility import feasible, nearest_miss
 from lazyjax.planning.planner.question import Request, lean_problem, settings_of
 from lazyjax.planning.planner.request import build_request
 from lazyjax.planning.planner.search import predict
 from lazyjax.planning.planner.service import refusal
 from lazyjax.specs import Tier, item_bytes
+from lazyjax.training.calibration import AUTO, CALIBRATE
+from lazyjax.training.start_plan import fixed_plan, is_solved
 
 #: A preset with every figure; only its memory is replaced, its rates are not used.
 _ANY_PROFILE = "h200"
@@ -42,6 +43,7 @@ def check_machine(config: Config, template: ModelTemplate, device: jax.Device) -
 
     Raises:
         MachineError: naming the key, what it asks for and what there is.
+        PlanError, ProfileError: the plan file or the profile cannot be used.
     """
     cpus = usable_cpus()
     if config.optimizer.threads > cpus:
@@ -57,6 +59,8 @@ def check_machine(config: Config, template: ModelTemplate, device: jax.Device) -
     for key, folder in folders.items():
         if folder is not None:
             _check_folder(key, folder)
+    if config.plan.hardware not in (AUTO, CALIBRATE):
+        load_profile(config.plan.hardware)
     check_step_memory(config, template, device)
 
 
@@ -96,9 +100,9 @@ def check_step_memory(config: Config, template: ModelTemplate, device: jax.Devic
     )
     request = ask(config)
     try:
-        if config.plan.file is None and config.plan.planner != "milp":
-            _check_rule(config, template, request, keys)
-        elif config.plan.file is None and not feasible(request):
+        if not is_solved(config):
+            _check_fixed(config, template, request, keys)
+        elif not feasible(request):
             finest = dataclasses.replace(request, microbatches=request.microbatches or request.rows)
             shortfall = nearest_miss([lean_problem(request, setting) for setting in settings_of(finest)])
             words = refusal(request, shortfall, _offers(config, ask))
@@ -136,19 +140,16 @@ def _less(config: Config, request: Request, ask: Callable[[Config], Request]) ->
     )
 
 
-def _check_rule(config: Config, template: ModelTemplate, request: Request, keys: str) -> None:
-    names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
-    given = ("microbatches", "prefetch", "backward_prefetch", "update", "interlayer_home")
-    fixed = {key: getattr(config.plan, key) for key in given if getattr(config.plan, key) is not None}
-    batch = {"rows": config.data.rows, "sequence_length": config.data.sequence_length}
-    plan = BASELINES[config.plan.planner](template.spec, names, **batch, **fixed)
-    plan = plan if config.plan.nvme_folder is not None else without_nvme(plan)
+def _check_fixed(config: Config, template: ModelTemplate, request: Request, keys: str) -> None:
+    """Whether the plan of a file or a rule fits the device."""
+    plan = fixed_plan(config, template)
     needed = predict(request, plan).peak_bytes[Tier.DEVICE.value]
     if needed > request.capacity[Tier.DEVICE]:
+        what = f"the plan {config.plan.file}" if config.plan.file is not None else f"the rule {plan.planner}"
         raise MachineError(
-            f"{keys}: the rule {config.plan.planner} in {plan.microbatches} microbatch(es) takes "
-            f"{needed / 1e9:.2f} GB of device memory, {request.capacity[Tier.DEVICE] / 1e9:.2f} GB are "
-            "there: use more plan.microbatches, fewer data.rows, or plan.planner milp, which finds what fits"
+            f"{keys}: {what} in {plan.microbatches} microbatch(es) takes {needed / 1e9:.2f} GB of device "
+            f"memory, {request.capacity[Tier.DEVICE] / 1e9:.2f} GB are there: use more microbatches, fewer "
+            "data.rows, or plan.planner milp, which finds what fits"
         )
 
 

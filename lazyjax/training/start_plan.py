@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -50,27 +50,50 @@ def choose(
         kernels: those of the run, so that a calibration compiles nothing twice.
         console: shows what is measured and solved; None: nothing is shown.
     """
-    names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
-    batch = {"rows": config.data.rows, "sequence_length": config.data.sequence_length}
-    keys = ("microbatches", "prefetch", "backward_prefetch", "update", "interlayer_home")
-    given = {key: getattr(config.plan, key) for key in keys if getattr(config.plan, key) is not None}
-    milp = config.plan.planner == "milp" and config.plan.file is None
-    if milp:
+    if is_solved(config):
         request = make_request(config, template, kernels, console, microbatches=config.plan.microbatches)
-        plan = _solve(config, dataclasses.replace(request, **given), console)
-        _check_runs(plan, config, template, names)
+        plan = _solve(config, dataclasses.replace(request, **_given(config)), console)
+        _check_runs(plan, config, template)
         return Choice(plan, request)
-    if config.plan.file is not None:
-        plan = _load(config, batch)
-    else:
-        plan = BASELINES[config.plan.planner](template.spec, names, **batch, **given, **_made_for(config))
-        if config.plan.nvme_folder is None:
-            plan = without_nvme(plan)
-    _check_runs(plan, config, template, names)
+    plan = fixed_plan(config, template)
     _verify_structure(plan, config, template)
     if config.plan.replan_after_steps is None:
         return Choice(plan, None)
     return Choice(plan, make_request(config, template, kernels, console, microbatches=plan.microbatches))
+
+
+def is_solved(config: Config) -> bool:
+    """Whether the planner makes the plan; else a file or a rule decides it, whatever the machine."""
+    return config.plan.planner == "milp" and config.plan.file is None
+
+
+def fixed_plan(config: Config, template: ModelTemplate) -> Plan:
+    """The plan of a file or a rule, if this run can use it.
+
+    Raises:
+        PlanError: it was made for something else, or needs a drive or devices that are not there.
+    """
+    batch = {"rows": config.data.rows, "sequence_length": config.data.sequence_length}
+    if config.plan.file is not None:
+        plan = _load(config, batch)
+    else:
+        rule = BASELINES[config.plan.planner]
+        plan = rule(template.spec, _names(template), **batch, **_given(config), **_made_for(config))
+        if config.plan.nvme_folder is None:
+            plan = without_nvme(plan)
+    _check_runs(plan, config, template)
+    return plan
+
+
+def _given(config: Config) -> dict[str, Any]:
+    """Fields of a plan that the configuration fixes."""
+    keys = ("microbatches", "prefetch", "backward_prefetch", "update", "interlayer_home")
+    return {key: getattr(config.plan, key) for key in keys if getattr(config.plan, key) is not None}
+
+
+def _names(template: ModelTemplate) -> list[tuple[str, ...]]:
+    """The tensors that each layer can save."""
+    return [tuple(template.kind(index).residual_names) for index in range(len(template.spec.layers))]
 
 
 def _made_for(config: Config) -> dict[str, str]:
@@ -102,10 +125,10 @@ def _load(config: Config, batch: Mapping[str, int]) -> Plan:
     return plan
 
 
-def _check_runs(plan: Plan, config: Config, template: ModelTemplate, names: Sequence[Sequence[str]]) -> None:
+def _check_runs(plan: Plan, config: Config, template: ModelTemplate) -> None:
     """Whether the plan is one of this model and has the drive and the devices that it needs."""
     try:
-        validate_plan(plan, template.spec, names)
+        validate_plan(plan, template.spec, _names(template))
     except PlanError as error:
         raise PlanError(f"{config.plan.file}: {error}" if config.plan.file else str(error)) from error
     if plan != without_nvme(plan) and config.plan.nvme_folder is None:

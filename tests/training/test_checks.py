@@ -4,7 +4,10 @@ import jax
 import pytest
 
 from lazyjax.config import load_config
+from lazyjax.hardware.profile import ProfileError
 from lazyjax.optim.make import usable_cpus
+from lazyjax.planning.plan.baselines import keep_all
+from lazyjax.planning.plan.document import PlanError
 from lazyjax.training import checks
 from lazyjax.training.checks import MachineError, check_machine
 from tests import tiny
@@ -63,6 +66,18 @@ def test_a_rule_that_does_not_fit_points_to_the_planner(refused):
     assert said is not None
     assert "the rule keep_all" in said
     assert "plan.planner milp" in said
+
+
+def test_a_plan_or_profile_that_cannot_be_used_is_known_before_the_data_is_read(refused, tmp_path):
+    with pytest.raises(PlanError, match=r"absent\.json: cannot be read"):
+        refused("--plan.file", str(tmp_path / "absent.json"))
+    with pytest.raises(ProfileError, match="profile 'h9000'"):
+        refused("--plan.hardware", "h9000")
+    plan = keep_all(TEMPLATE.spec, tiny.residual_names(TEMPLATE), rows=64, sequence_length=64)
+    plan.save(tmp_path / "plan.json")
+    words = ("--plan.file", str(tmp_path / "plan.json"), "--data.rows", "64")
+    assert refused(*words) is None
+    assert f"the plan {tmp_path / 'plan.json'}" in (refused(*words, device=4_000_000) or "")
 
 
 def test_threads_and_folders(refused, tmp_path):
