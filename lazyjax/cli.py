@@ -31,7 +31,12 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def plan(arguments: Sequence[str]) -> None:
-    """Plan a step: lazyjax plan --model NAME --hardware PROFILE --batch ROWS --seq TOKENS [--help]."""
+    """Plan a step: lazyjax plan --model NAME --hardware PROFILE --batch ROWS --seq TOKENS; or --generate."""
+    if "--generate" in arguments:
+        from lazyjax.planning.commands.decode import decode_plan_command
+
+        decode_plan_command(arguments)
+        return
     from lazyjax.planning.commands.plan import plan_command
 
     plan_command(arguments)
@@ -63,6 +68,20 @@ def profile(arguments: Sequence[str]) -> None:
     )
 
 
+def evaluate(arguments: Sequence[str]) -> None:
+    """Score a model: lazyjax evaluate RUN|FOLDER [--data FILE] [--rows N] [--seed S] [--help]."""
+    from lazyjax.evaluation.evaluate import evaluate_command
+
+    evaluate_command(arguments)
+
+
+def generate(arguments: Sequence[str]) -> None:
+    """Ask a model: lazyjax generate RUN|FOLDER [--prompt TEXT | --file FILE]; without either, a chat."""
+    from lazyjax.evaluation.ask import generate_command
+
+    generate_command(arguments)
+
+
 def runs(arguments: Sequence[str]) -> None:
     """Compare runs: lazyjax runs [FOLDER ...] [--plot losses.png]."""
     from lazyjax.runs import runs_command
@@ -88,6 +107,8 @@ def export(arguments: Sequence[str]) -> None:
 COMMANDS: Mapping[str, Command] = {
     "train": train,
     "plan": plan,
+    "evaluate": evaluate,
+    "generate": generate,
     "profile": profile,
     "runs": runs,
     "inspect-data": inspect_data,

@@ -332,6 +332,10 @@ class TrainingConfig(_Group):
         epochs: passes over the training rows; 1 where neither is set.
         evaluate_every: steps between evaluations; 0 evaluates only before and after training.
         evaluate_rows: rows of the held-out split that an evaluation reads; 0: no evaluation.
+        evaluate_exact_match_rows: held-out rows that every evaluation also answers and scores; 0: none.
+        exact_match_rows_before, exact_match_rows_after: of the first and the last evaluation, where
+            these answer another number of rows; the last one comes when the model is saved.
+        exact_match_new_tokens: the most tokens of an answer.
         log_every: steps between printed lines (metrics.jsonl has every step).
         seed: of random initial weights.
     """
@@ -340,6 +344,10 @@ class TrainingConfig(_Group):
     epochs: Annotated[float, pydantic.Field(gt=0)] | None = None
     evaluate_every: NonNegativeInt = 0
     evaluate_rows: NonNegativeInt = 256
+    evaluate_exact_match_rows: NonNegativeInt = 0
+    exact_match_rows_before: NonNegativeInt | None = None
+    exact_match_rows_after: NonNegativeInt | None = None
+    exact_match_new_tokens: PositiveInt = 512
     log_every: PositiveInt = 1
     seed: NonNegativeInt = 42
 

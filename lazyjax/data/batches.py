@@ -75,10 +75,12 @@ class Batches:
     Attributes:
         report: what to tell about the data, one sentence a line.
         warnings: what is probably not meant.
+        sides: the rows that these are batches of.
     """
 
     training: Loader
     evaluation: Loader | None
+    sides: Sides
     report: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -170,7 +172,7 @@ def read_batches(config: DataConfig, tokenizer: chat.Tokenizer, evaluate_rows: i
     report = [*describe(config, sides), f"one epoch: {training.describe()}"]
     if evaluation is not None:
         report.append(f"each evaluation: {len(sample_R):,} of {len(sides.held_out_R):,} held-out rows")
-    return Batches(training, evaluation, tuple(report), tuple(find_warnings(sides, tokenizer)))
+    return Batches(training, evaluation, sides, tuple(report), tuple(find_warnings(sides, tokenizer)))
 
 
 def describe(config: DataConfig, sides: Sides) -> list[str]:

@@ -10,7 +10,7 @@ import jax
 
 from lazyjax.config import Config, load_config
 from lazyjax.data.chat import Tokenizer, end_of_turn_id, load_tokenizer
-from lazyjax.data.sources import DataError
+from lazyjax.data.formats import DataError
 from lazyjax.execution.decode import Decoder, Sampling
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.hardware.measure import usable_device_bytes

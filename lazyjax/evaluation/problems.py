@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int32, Int64
 
 from lazyjax.data.chat import Tokenizer
-from lazyjax.data.sources import DataError
+from lazyjax.data.formats import DataError
 from lazyjax.data.tokens import TokenizedRows
 from lazyjax.evaluation.exact_match import ExactMatch, Form, answers_match, expected_answer, find_answer
 from lazyjax.evaluation.generate import Completion, Prompt

@@ -169,6 +169,12 @@ class Decoder:
         padded = [np.pad(part, ((0, missing), *((0, 0),) * (part.ndim - 1))) for part in parts]
         return Rows(*padded), np.pad(slots_R, (0, missing), constant_values=self.plan.rows)
 
+    def describe(self) -> str:
+        """The plan in words."""
+        resident, used = len(self._resident), len(self.uses)
+        where = "every layer resident" if resident == used else f"{resident} of {used} layers resident"
+        return f"{self.plan.rows} rows of at most {self.plan.tokens} tokens decoded together, {where}"
+
     def close(self) -> None:
         """Gives the device memory back."""
         self._coming.clear()

@@ -13,6 +13,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from lazyjax.training.answering import ExactMatchMetrics
 from lazyjax.training.metrics import EvaluationMetrics, StepMetrics
 from lazyjax.training.replanning import Replan
 from lazyjax.training.status import say
@@ -126,6 +127,14 @@ class Display:
         self.say(
             f"evaluation {when}: loss {metrics.loss:.4f} over {metrics.target_tokens} target tokens "
             f"({metrics.seconds:.1f} s)"
+        )
+
+    def exact_match(self, metrics: ExactMatchMetrics) -> None:
+        """Shows one score."""
+        when = "before training" if metrics.step == 0 else f"after step {metrics.step}"
+        self.say(
+            f"exact match {when}: {metrics.exact_match:.1%} ({metrics.low:.1%} to {metrics.high:.1%}, 95 %) "
+            f"of {metrics.rows} rows ({format_seconds(metrics.seconds)})"
         )
 
     def replan(self, outcome: Replan) -> None:

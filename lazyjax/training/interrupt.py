@@ -68,8 +68,11 @@ class StopRequest:
         with self._lock:
             self._reason = self._reason or TIME_LIMIT
 
-    def writing(self, what: str) -> None:
-        """From now on signals end nothing; they are answered with `what` is still being done."""
+    def writing(self, what: str | None) -> None:
+        """From now on signals end nothing; they are answered with `what` is still being done.
+
+        None: they end the run again.
+        """
         self._writing = what
 
     def wait(self, seconds: float) -> bool:

@@ -25,6 +25,7 @@ from lazyjax.execution.executor import NonFiniteStepsError, StepResult
 from lazyjax.huggingface.tensor_files import CheckpointError
 from lazyjax.planning.plan.document import Plan
 from lazyjax.timeline import Timeline
+from lazyjax.training.answering import ExactMatchMetrics, Stage
 from lazyjax.training.display import Display
 from lazyjax.training.interrupt import StopRequest
 from lazyjax.training.metrics import CompileClock, EvaluationMetrics, MetricsLog, StepMetrics, step_metrics
@@ -38,6 +39,16 @@ Status = Literal["running", "saving", "finished", "interrupted", "failed"]
 _SUMMARY_SECONDS = 30.0
 #: Waits between attempts to write the model where there is no room: an hour in all.
 _ROOM_SECONDS = (10.0, 20.0, 30.0, *[60.0] * 59)
+
+
+#: (stage, step, stopped) -> the score; see `lazyjax.training.answering.ExactMatchEvaluation.run`.
+Answers = Callable[[Stage, int, Callable[[], bool]], ExactMatchMetrics | None]
+
+
+def no_answers(stage: Stage, step: int, stopped: Callable[[], bool]) -> ExactMatchMetrics | None:
+    """Where no rows are to be answered."""
+    del stage, step, stopped
+    return None
 
 
 @runtime_checkable
@@ -94,6 +105,8 @@ class Trainer:
             the plan in use.
         after_step: gets every step and its result, and may answer with a plan made again.
         save_model: writes the model as it is and returns its folder; None saves none.
+        answers: scores held-out rows at a stage, after a step, unless it is stopped meanwhile; gives None
+            where it has no rows.
     """
 
     def __init__(
@@ -109,14 +122,16 @@ class Trainer:
         facts: Mapping[str, Any],
         after_step: Callable[[int, StepResult], Replan | None] = lambda step, result: None,
         save_model: Callable[[], pathlib.Path] | None = None,
+        answers: Answers = no_answers,
     ) -> None:
         self._executor, self._batches, self._evaluation = executor, batches, evaluation
         self._schedule, self._parameter_count = schedule, parameter_count
         self._folder, self._display, self._facts = folder, display, dict(facts)
-        self._after_step, self._save_model = after_step, save_model
+        self._after_step, self._save_model, self._answers = after_step, save_model, answers
         self._stop = StopRequest()
         self._steps: list[StepMetrics] = []
         self._evaluations: list[EvaluationMetrics] = []
+        self._scores: list[ExactMatchMetrics] = []
         self._start = self._summarized = time.perf_counter()
         self._summary_fails = False
 
@@ -151,6 +166,8 @@ class Trainer:
                 model = self._write_model(self._save_model)
             except BaseException as error:
                 failure = failure or error
+        if failure is None and stopped is None and self._steps:
+            failure = self._last_answers(log)
         log.close()
         status: Status = "finished" if stopped is None else "interrupted"
         if failure is not None:
@@ -163,6 +180,7 @@ class Trainer:
 
     def _train(self, log: MetricsLog, clock: CompileClock) -> None:
         self._evaluate(0, log)
+        self._answer("before", 0, log)
         for step in range(1, self._schedule.steps + 1):
             if self._stop:
                 break
@@ -170,6 +188,7 @@ class Trainer:
             every = self._schedule.evaluate_every
             if every and step % every == 0 and step < self._schedule.steps:
                 self._evaluate(step, log)
+                self._answer("during", step, log)
             if time.perf_counter() - self._summarized > _SUMMARY_SECONDS:
                 self._keep_summary("running")
         # From here on a signal can only lose what was trained.
@@ -229,6 +248,27 @@ class Trainer:
         self._display.evaluation(metrics)
         self._keep_summary("running")
 
+    def _answer(self, stage: Stage, step: int, log: MetricsLog) -> None:
+        """Scores answers to held-out rows, unless someone waits for the run to stop."""
+        metrics = self._answers(stage, step, lambda: bool(self._stop))
+        if metrics is not None:
+            self._scores.append(metrics)
+            log.exact_match(metrics)
+            self._display.exact_match(metrics)
+            self._keep_summary("running")
+
+    def _last_answers(self, log: MetricsLog) -> Exception | None:
+        """Scores the trained model; that may take hours, so it is saved by now and a signal ends them."""
+        self._stop.writing(None)
+        try:
+            self._answer("after", self._steps[-1].step, log)
+        except KeyboardInterrupt:
+            pass
+        except Exception as error:
+            return error
+        self._stop.writing("the records are being written")
+        return None
+
     def _write_model(self, save_model: Callable[[], pathlib.Path]) -> pathlib.Path:
         """Writes the model; where the disk has no room, waits for some rather than lose what was trained."""
         self._stop.writing("the model is being written")
@@ -279,6 +319,7 @@ class Trainer:
             "label": "measured",
             **self._facts,
             **summarize(self._steps, self._evaluations),
+            **summarize_scores(self._scores),
             "total_seconds": time.perf_counter() - self._start,
             "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
@@ -292,6 +333,19 @@ def _is_whole(failure: BaseException | None) -> bool:
 def plan_facts(plan: Plan) -> dict[str, str]:
     """What a summary says of the plan in use: who made it, and its fingerprint."""
     return {"planner": plan.planner, "plan": plan.fingerprint()}
+
+
+def summarize_scores(scores: Sequence[ExactMatchMetrics]) -> dict[str, Any]:
+    """The first and the last exact match of a run; nothing where none was asked for."""
+    if not scores:
+        return {}
+    first, last = scores[0], scores[-1]
+    return {
+        "first_exact_match": first.exact_match,
+        "last_exact_match": last.exact_match,
+        "last_exact_match_interval": [last.low, last.high],
+        "last_exact_match_rows": last.rows,
+    }
 
 
 def summarize(steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationMetrics]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 
 from lazyjax.execution.executor import StepResult
+from lazyjax.training.answering import ExactMatchMetrics
 from lazyjax.training.records import AppendedFile, Say
 from lazyjax.training.replanning import Replan
 
@@ -168,6 +169,10 @@ class MetricsLog:
         """Records one evaluation."""
         self._metrics("evaluation", metrics)
 
+    def exact_match(self, metrics: ExactMatchMetrics) -> None:
+        """Records one score."""
+        self._metrics("exact_match", metrics)
+
     def replan(self, outcome: Replan) -> None:
         """Records that the plan was solved again, and whether the new one runs from now on."""
         self._line(
@@ -197,7 +202,7 @@ class MetricsLog:
         self._file.close()
         self._events.close()
 
-    def _metrics(self, kind: str, metrics: StepMetrics | EvaluationMetrics) -> None:
+    def _metrics(self, kind: str, metrics: StepMetrics | EvaluationMetrics | ExactMatchMetrics) -> None:
         values = dataclasses.asdict(metrics)
         self._line({"kind": kind} | {key: _json(value) for key, value in values.items()})
         entries = [

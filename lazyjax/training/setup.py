@@ -44,11 +44,12 @@ from lazyjax.planning.plan.document import Plan
 from lazyjax.runs import read_run
 from lazyjax.specs import ModelSpec, Tier, item_bytes, slab_layout
 from lazyjax.storage.host import HostStore, allocate_host_store
+from lazyjax.training.answering import ExactMatchEvaluation, read_questions
 from lazyjax.training.capacity import check_capacity, needed_bytes
 from lazyjax.training.checks import check_machine
 from lazyjax.training.display import Display, format_bytes, silence_when_closed
 from lazyjax.training.learning_rate import learning_rates
-from lazyjax.training.loop import Trainer, TrainingSchedule, plan_facts
+from lazyjax.training.loop import Trainer, TrainingSchedule, no_answers, plan_facts
 from lazyjax.training.replanning import Replan, make_replanner
 from lazyjax.training.run_folder import RunFolder, create_run_folder
 from lazyjax.training.screens import plan_sentences, same_device, show_closing, show_facts
@@ -178,6 +179,7 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         )
     batches = read_batches(config.data, tokenizer, config.training.evaluate_rows)
     schedule = make_training_schedule(config, batches.training)
+    questions = read_questions(config, batches.sides, tokenizer)
     _check_replanning(config, schedule.steps)
     if config.run.save_model:
         _check_disk(config.run.folder, 2 * spec.parameter_count)
@@ -256,6 +258,9 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
             stop_token_ids=[] if stop is None else [stop],
         )
 
+    answers = no_answers
+    if questions is not None:
+        answers = ExactMatchEvaluation(questions, kernels, store, executor.flush, folder.path).run
     trainer = Trainer(
         executor,
         batches.training,
@@ -267,6 +272,7 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         facts=_facts(config, spec, plan, devices[0]),
         after_step=after_step,
         save_model=save_model if config.run.save_model else None,
+        answers=answers,
     )
     try:
         yield Prepared(trainer, template, store, folder, executor)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lazyjax import cli
 from lazyjax.hardware.profile import load_profile
 from lazyjax.models.registry import architecture, build_template
 from lazyjax.planning.costs.decode import (
@@ -101,3 +102,21 @@ def test_a_streamed_step_takes_the_link_its_bytes() -> None:
     streamed_bytes = sum(costs.sizes.parameter_bytes(layer) for layer in costs.sizes.uses)
     assert costs.predict(plan).step_seconds == pytest.approx(streamed_bytes / 12e9, rel=0.01)
     assert streamed_bytes / 12e9 == pytest.approx(4.27, abs=0.02)
+
+
+def test_the_command_says_first_whether_it_fits_and_how_long_it_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--generate", "--model", "Qwen3-0.6B", "--hardware", "rtx3090", "--rows", "1000"]
+    assert cli.main(["plan", *arguments]) == 0
+    first, second, third, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("Qwen3-0.6B fits rtx3090 whole: ")
+    assert "tokens/s" in second
+    assert "(simulated)" in second
+    assert third.startswith("1,000 rows of 150 prompt and 200 answer tokens (assumed averages) take ")
+    assert cli.main(["plan", *arguments, "--tokens", "100"]) == 2
+    assert "less than an average row has" in capsys.readouterr().err
+    assert cli.main(["plan", *arguments, "--device-gb", "0.1"]) == 2
+    assert "decoding 1 row(s) of 1024 tokens takes" in capsys.readouterr().err
+    assert cli.main(["plan", *arguments[:-1], "none"]) == 2
+    assert "whole number from 1 on" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from lazyjax.hardware.profile import HardwareProfile
 from lazyjax.models.decode import Span
 from lazyjax.models.template import Context, LayerKind, ModelTemplate
 from lazyjax.planning.costs.layers import CallShape, at_rows, forward_graph
-from lazyjax.planning.costs.trace import Graph, Work, trace
+from lazyjax.planning.costs.trace import Graph, Kernel, Work, trace
 from lazyjax.planning.plan.decode import DecodePlan
 from lazyjax.specs import item_bytes, slab_layout
 
@@ -195,7 +195,7 @@ class DecodeCosts:
         if layer == len(template.spec.layers) - 1:
             return _head_work(template, rows, dtype)
         if layer == 0:
-            return Work({})  # the tied table: its product is the head's
+            return Work({Kernel(0, 0): 1})  # the tied table: its product is the head's
         return _step_work(template.kind(layer), template.spec.hidden_size, rows, self.sizes.tokens, dtype)
 
 

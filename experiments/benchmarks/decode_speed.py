@@ -1,0 +1,138 @@
+"""Batched decoding: against Transformers' generate, and against its own cost model.
+
+    python -m experiments.benchmarks.decode_speed --model SMOLLM2_FOLDER --peer-python PATH/python
+    python -m experiments.benchmarks.decode_speed --model SMOLLM2_FOLDER --no-peer
+
+First every layer resident, the same batch as the peer's: prompts of one length, all rows to their last
+token, float32 greedy in both; rounds alternate and medians are compared. Then every layer streamed, 64 rows:
+seconds of a step against what the cost model says from the timed parts (`lazyjax.execution.decode_timing`).
+Wants a machine without other load; takes about three minutes on 2 cores with SmolLM2-135M.
+Expected: at least as many tokens per second as Transformers; the streamed step within 10 % of its prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import statistics
+import subprocess
+import time
+
+import numpy as np
+
+from experiments.benchmarks.provenance import provenance
+from lazyjax.evaluation.generate import Prompt, generate
+from lazyjax.evaluation.model import Model, load_model
+from lazyjax.execution.decode import Decoder, Rows, Sampling
+from lazyjax.execution.decode_timing import time_decoding
+from lazyjax.planning.costs.decode import DecodeSizes, period_seconds
+from lazyjax.planning.plan.decode import DecodePlan
+
+PEER = pathlib.Path(__file__).with_name("peer_generate.py")
+STREAMED_ROWS = 64
+
+
+class Peer:
+    """A process with Transformers that generates when told to."""
+
+    def __init__(self, python: str, words: list[str]) -> None:
+        self._process = subprocess.Popen(
+            [python, str(PEER), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        ready = self._process.stdout.readline().split()
+        if not ready:
+            raise RuntimeError(f"{python}: the peer did not start")
+        self.versions = " ".join(ready[1:])
+
+    def seconds(self) -> float:
+        """Of one batch."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """Ends it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def own_seconds(model: Model, rows: int, prompt_tokens: int, new_tokens: int) -> float:
+    """One batch with every layer resident, prompts and all, as a user has it."""
+    rng = np.random.default_rng(0)
+    vocabulary = model.template.spec.vocabulary_size
+    prompts = [
+        Prompt(row, rng.integers(100, vocabulary, prompt_tokens, dtype=np.int32)) for row in range(rows)
+    ]
+    tokens = prompt_tokens + new_tokens
+    uses = DecodeSizes(model.template, tokens).uses
+    decoder = Decoder(model.kernels, model.store, DecodePlan(rows, tokens, uses), Sampling())
+    start = time.perf_counter()
+    list(generate(decoder, prompts, stop_tokens=(), new_tokens=new_tokens))
+    seconds = time.perf_counter() - start
+    decoder.close()
+    return seconds
+
+
+def streamed_step_seconds(model: Model, tokens: int, steps: int) -> list[float]:
+    """Seconds of single streamed steps of 64 rows."""
+    decoder = Decoder(model.kernels, model.store, DecodePlan(STREAMED_ROWS, tokens), Sampling())
+    ones = np.ones(STREAMED_ROWS, np.int32)
+    seconds = []
+    for step in range(steps + 1):
+        rows = Rows(ones[:, None] * 200, ones * (tokens // 2 + step), ones, ones)
+        start = time.perf_counter()
+        decoder.run(rows)
+        seconds.append(time.perf_counter() - start)
+    decoder.close()
+    return seconds[1:]  # the first compiles
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=pathlib.Path, required=True, help="model folder")
+    parser.add_argument("--peer-python", help="interpreter with torch and transformers")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-streamed", action="store_true")
+    options = parser.parse_args()
+    model, _ = load_model(options.model, compute_dtype="float32")
+    shape = (options.rows, options.prompt_tokens, options.new_tokens)
+    words = [str(options.model), *map(str, shape), str(len(os.sched_getaffinity(0)))]
+    peer = None if options.peer_python is None else Peer(options.peer_python, words)
+    own_seconds(model, *shape)  # compiles
+    own, others = [], []
+    for _ in range(options.rounds):
+        own.append(own_seconds(model, *shape))
+        if peer is not None:
+            others.append(peer.seconds())
+    written = options.rows * options.new_tokens
+    print(f"{shape[0]} rows, {shape[1]} prompt and {shape[2]} new tokens, float32")
+    print(f"lazyjax, all resident: {written / statistics.median(own):.1f} tokens/s")
+    if peer is not None:
+        print(f"Transformers ({peer.versions}): {written / statistics.median(others):.1f} tokens/s")
+        print(f"ratio {statistics.median(others) / statistics.median(own):.2f}")
+        peer.close()
+    if not options.no_streamed:
+        tokens = 128
+        timed = time_decoding(model.kernels, model.store, rows=STREAMED_ROWS, tokens=tokens)
+        uses = DecodeSizes(model.template, tokens).uses
+        costs = [timed[model.template.spec.layers[layer].kind] for layer in uses]
+        predicted = period_seconds(costs, [True] * len(costs), prefetch=2)
+        measured = statistics.median(streamed_step_seconds(model, tokens, steps=8))
+        print(
+            f"{STREAMED_ROWS} rows streamed: {measured * 1e3:.1f} ms a step, predicted "
+            f"{predicted * 1e3:.1f} ms ({predicted / measured - 1:+.1%})"
+        )
+    print(provenance("lazyjax", "experiments/benchmarks"))
+
+
+if __name__ == "__main__":
+    main()
