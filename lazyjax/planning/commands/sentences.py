@@ -53,7 +53,7 @@ def decisions(plan: Plan) -> str:
 def verdict(
     request: Request, plan: Plan, verification: Verification, *, hardware: str, epoch_rows: int | None = None
 ) -> str:
-    """The sentences a plan opens with: it fits, what it takes, and how long an epoch lasts.
+    """The sentences a plan opens with: it fits, what it takes in memory and on disk, how long an epoch lasts.
 
     Args:
         hardware: what the machine is called.
@@ -70,7 +70,8 @@ def verdict(
     sentences = [
         f"{plan.model} on {hardware} fits: {plan.rows} rows x {plan.sequence_length} tokens take "
         f"{digits(period)} s a step, {tokens:,.0f} tokens/s (simulated).",
-        f"It takes {memory}, with the optimizer {plan.optimizer} and {plan.compute_dtype} compute.",
+        f"It takes {memory}, with the optimizer {plan.optimizer} and {plan.compute_dtype} compute, and "
+        f"{digits(2 * request.spec.parameter_count / 1e9)} GB of disk for the trained model (bfloat16).",
     ]
     if epoch_rows is not None:
         hours = math.ceil(epoch_rows / plan.rows) * period / 3600
