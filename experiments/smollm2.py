@@ -78,15 +78,16 @@ def score(
     """Exact match of a model folder on held-out rows of the configuration, the same ones for every model."""
     from lazyjax.evaluation.answers_file import AnswersFile, fingerprint
     from lazyjax.evaluation.evaluate import read_rows, result_text, score_model
-    from lazyjax.evaluation.model import load_model
+    from lazyjax.evaluation.model import open_folder
     from lazyjax.evaluation.problems import problems_of
     from lazyjax.execution.decode import Sampling
 
-    model, _ = load_model(model_folder, compute_dtype=config.model.compute_dtype)
+    opened = open_folder(model_folder, compute_dtype=config.model.compute_dtype)
+    model = opened.load()
     chosen = read_rows(None, config, model.tokenizer, tokens=config.data.sequence_length)
     sample_R = sample_rows(chosen.indices_R, rows, seed=config.data.seed)
     problems, _ = problems_of(chosen.rows, sample_R, model.tokenizer, name=chosen.name)
-    facts = {"model": fingerprint(model.folder), "rows": rows, "data": chosen.rows.fingerprint}
+    facts = {"model": fingerprint(opened.folder), "rows": rows, "data": chosen.rows.fingerprint}
     with contextlib.closing(AnswersFile(answers_path, {**facts, "new_tokens": NEW_TOKENS})) as answers:
         result = score_model(
             model, problems, answers, new_tokens=NEW_TOKENS, sampling=Sampling(), console=console
@@ -105,14 +106,14 @@ def compare_in_memory(config: Config, run_folder: pathlib.Path, console: Console
     """The run's steps again, without streaming; draws and prints both losses."""
     from experiments.in_memory import masters, train_in_memory
     from lazyjax.data.batches import load_data_tokenizer, read_batches
-    from lazyjax.evaluation.model import load_model
+    from lazyjax.evaluation.model import open_folder
     from lazyjax.training.setup import make_training_schedule
 
     assert config.model.folder is not None
     _say(console, "the same batches again: float32 AdamW in memory, one jit")
     loader = read_batches(config.data, load_data_tokenizer(config.data, config.model.folder), 0).training
     rates = make_training_schedule(config, loader).learning_rates
-    model, _ = load_model(config.model.folder, compute_dtype="float32")
+    model = open_folder(config.model.folder, compute_dtype="float32").load()
     parameters = masters(model.template, model.store)
     in_memory, _ = train_in_memory(model.template, parameters, loader, rates, config.optimizer)
     records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]

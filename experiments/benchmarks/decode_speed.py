@@ -23,7 +23,7 @@ import numpy as np
 
 from experiments.benchmarks.provenance import provenance
 from lazyjax.evaluation.generate import Prompt, generate
-from lazyjax.evaluation.model import Model, load_model
+from lazyjax.evaluation.model import Model, open_folder
 from lazyjax.execution.decode import Decoder, Rows, Sampling
 from lazyjax.execution.decode_timing import time_decoding
 from lazyjax.planning.costs.decode import DecodeSizes, period_seconds
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-streamed", action="store_true")
     options = parser.parse_args()
-    model, _ = load_model(options.model, compute_dtype="float32")
+    model = open_folder(options.model, compute_dtype="float32").load()
     shape = (options.rows, options.prompt_tokens, options.new_tokens)
     words = [str(options.model), *map(str, shape), str(len(os.sched_getaffinity(0)))]
     peer = None if options.peer_python is None else Peer(options.peer_python, words)

@@ -15,7 +15,7 @@ from lazyjax.config.arguments import Parser
 from lazyjax.data import chat
 from lazyjax.data.formats import Message
 from lazyjax.evaluation.generate import Completion, GenerationError, Prompt, generate
-from lazyjax.evaluation.model import Model, load_model, make_decoder
+from lazyjax.evaluation.model import Model, make_decoder, open_folder
 from lazyjax.evaluation.options import add_decoding_options, number, sampling_of
 from lazyjax.execution.decode import Decoder
 from lazyjax.hardware.profile import load_profile
@@ -39,13 +39,14 @@ def generate_command(arguments: Sequence[str]) -> None:
         texts = [sys.stdin.read().strip()]
         if not texts[0]:
             raise PromptFileError("standard input holds no prompt; use --prompt TEXT or --file FILE")
-    model, _ = load_model(options.model, compute_dtype=options.dtype)
+    opened = open_folder(options.model, compute_dtype=options.dtype)
     prompts = [
-        Prompt(index, encode_prompt(model, text, options.system, raw=options.raw))
+        Prompt(index, encode_prompt(opened.tokenizer, text, options.system, raw=options.raw))
         for index, text in enumerate(texts or (), start=1)
     ]
     longest = max((len(prompt.tokens_T) for prompt in prompts), default=0)
     tokens = options.tokens if texts is None else longest + options.new_tokens
+    model = opened.load()
     rows = 1 if texts is None else options.batch or len(prompts)
     decoder = make_decoder(
         model.kernels,
@@ -67,12 +68,12 @@ def generate_command(arguments: Sequence[str]) -> None:
     decoder.close()
 
 
-def encode_prompt(model: Model, text: str, system: str | None, *, raw: bool) -> np.ndarray:
+def encode_prompt(tokenizer: chat.Tokenizer, text: str, system: str | None, *, raw: bool) -> np.ndarray:
     """The tokens of one user turn, in the model's chat template unless `raw`."""
     if not raw:
         messages = [] if system is None else [Message("system", system)]
-        text = chat.render_prompt(model.tokenizer, [*messages, Message("user", text)])
-    return np.asarray(model.tokenizer(text, add_special_tokens=raw)["input_ids"], np.int32)
+        text = chat.render_prompt(tokenizer, [*messages, Message("user", text)])
+    return np.asarray(tokenizer(text, add_special_tokens=raw)["input_ids"], np.int32)
 
 
 def read_prompts(path: pathlib.Path) -> list[str]:

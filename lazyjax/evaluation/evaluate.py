@@ -24,7 +24,7 @@ from lazyjax.data.tokens import TokenizedRows, tokenize
 from lazyjax.evaluation.answers_file import AnswersFile, fingerprint
 from lazyjax.evaluation.exact_match import ExactMatch
 from lazyjax.evaluation.generate import generate
-from lazyjax.evaluation.model import Model, load_model, make_decoder
+from lazyjax.evaluation.model import Model, make_decoder, open_folder
 from lazyjax.evaluation.options import add_decoding_options, number, sampling_of
 from lazyjax.evaluation.problems import Problem, Scored, problems_of, scores, total
 from lazyjax.evaluation.progress import EvaluationProgress
@@ -53,17 +53,17 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     console = Console()
     sampling = sampling_of(options)
     profile = None if options.hardware is None else load_profile(options.hardware)
-    model, config = load_model(options.model, compute_dtype=options.dtype)
-    chosen = read_rows(options.data, config, model.tokenizer, tokens=options.tokens)
+    opened = open_folder(options.model, compute_dtype=options.dtype)
+    chosen = read_rows(options.data, opened.config, opened.tokenizer, tokens=options.tokens)
     if options.rows is not None:
         chosen = dataclasses.replace(
             chosen, indices_R=sample_rows(chosen.indices_R, options.rows, seed=options.seed)
         )
-    problems, unnamed = problems_of(chosen.rows, chosen.indices_R, model.tokenizer, name=chosen.name)
+    problems, unnamed = problems_of(chosen.rows, chosen.indices_R, opened.tokenizer, name=chosen.name)
     if unnamed:
         _say(console, f"{unnamed} of {len(chosen.indices_R)} rows name no answer and are left out")
     facts = {
-        "model": fingerprint(model.folder),
+        "model": fingerprint(opened.folder),
         "data": chosen.name,
         "data_fingerprint": chosen.rows.fingerprint,
         "problems": len(problems),
@@ -72,10 +72,11 @@ def evaluate_command(arguments: Sequence[str]) -> None:
         "new_tokens": options.new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "compute_dtype": model.kernels.compute_dtype,
+        "compute_dtype": opened.compute_dtype,
     }
     out = options.out or default_file(options.model, chosen.name)
     with contextlib.closing(AnswersFile(out, facts)) as answers:
+        model = opened.load()
         score_model(
             model,
             problems,

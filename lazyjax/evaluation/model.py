@@ -13,9 +13,9 @@ from lazyjax.data.chat import Tokenizer, end_of_turn_id, load_tokenizer
 from lazyjax.data.formats import DataError
 from lazyjax.execution.decode import Decoder, Sampling
 from lazyjax.execution.kernels import Kernels, data_mesh
-from lazyjax.hardware.measure import usable_device_bytes
+from lazyjax.hardware.measure import host_memory_bytes, usable_device_bytes
 from lazyjax.hardware.profile import HardwareProfile
-from lazyjax.huggingface.checkpoint import CheckpointError, load_into, read_json_table
+from lazyjax.huggingface.checkpoint import Checkpoint, CheckpointError, bind, load_into, read_json_table
 from lazyjax.huggingface.find import open_model
 from lazyjax.models.registry import build_template
 from lazyjax.models.template import ModelTemplate
@@ -28,11 +28,49 @@ from lazyjax.storage.host import HostStore, allocate_host_store
 DEFAULT_ROWS = 64
 
 
+class ModelMemoryError(ValueError):
+    """A model that host memory does not hold; the message says what it takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFolder:
+    """A folder that was opened and checked; its weights are not read yet.
+
+    Attributes:
+        config: of the run whose folder it is.
+    """
+
+    folder: pathlib.Path
+    config: Config | None
+    checkpoint: Checkpoint
+    template: ModelTemplate
+    tokenizer: Tokenizer
+    stop_tokens: frozenset[int]
+    compute_dtype: str
+
+    def load(self) -> Model:
+        """Reads the weights.
+
+        Raises:
+            ModelMemoryError: host memory is too small. CheckpointError: a file is damaged.
+        """
+        spec = self.template.spec
+        needed, free = 4 * spec.parameter_count, host_memory_bytes()
+        if needed > free:
+            raise ModelMemoryError(
+                f"{spec.name}: the weights take {needed / 1e9:.2f} GB of host memory, {free / 1e9:.2f} are "
+                "free; use a smaller model or a larger machine"
+            )
+        store = allocate_host_store(spec)
+        load_into(self.checkpoint, self.template, store)
+        kernels = Kernels(self.template, data_mesh(), self.compute_dtype)
+        return Model(self.template, store, kernels, self.tokenizer, self.stop_tokens)
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """Weights in host memory and what belongs to them."""
 
-    folder: pathlib.Path
     template: ModelTemplate
     store: HostStore
     kernels: Kernels
@@ -60,8 +98,8 @@ def find_run(path: pathlib.Path) -> tuple[pathlib.Path, Config | None]:
     return model, load_config(config)
 
 
-def load_model(path: pathlib.Path, *, compute_dtype: str | None = None) -> tuple[Model, Config | None]:
-    """Reads weights and tokenizer; what is wrong with the folder is found before.
+def open_folder(path: pathlib.Path, *, compute_dtype: str | None = None) -> ModelFolder:
+    """Opens a model and its tokenizer; what is wrong with them is found here, before weights are read.
 
     Args:
         path: of a run or a Hugging Face folder.
@@ -75,13 +113,12 @@ def load_model(path: pathlib.Path, *, compute_dtype: str | None = None) -> tuple
     architecture, checkpoint = open_model(folder)
     tokenizer = load_tokenizer(folder)
     template = build_template(architecture)
+    bind(checkpoint, template)
     if compute_dtype is None:
         compute_dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         compute_dtype = compute_dtype if config is None else config.model.compute_dtype
-    store = allocate_host_store(template.spec)
-    load_into(checkpoint, template, store)
-    kernels = Kernels(template, data_mesh(), compute_dtype)
-    return Model(folder, template, store, kernels, tokenizer, stop_tokens(tokenizer, folder)), config
+    stops = stop_tokens(tokenizer, folder)
+    return ModelFolder(folder, config, checkpoint, template, tokenizer, stops, compute_dtype)
 
 
 def stop_tokens(tokenizer: Tokenizer, folder: pathlib.Path | None = None) -> frozenset[int]:

@@ -15,11 +15,11 @@ import pytest
 from lazyjax import cli
 from lazyjax.data.chat import end_of_turn_id, load_tokenizer
 from lazyjax.data.sources import problems_folder
-from lazyjax.evaluation import ask, evaluate
+from lazyjax.evaluation import ask, evaluate, model
 from lazyjax.evaluation.answers_file import AnswersFile, AnswersFileError
 from lazyjax.evaluation.exact_match import Form
 from lazyjax.evaluation.generate import Completion
-from lazyjax.evaluation.model import load_model, make_decoder, stop_tokens
+from lazyjax.evaluation.model import make_decoder, open_folder, stop_tokens
 from lazyjax.evaluation.problems import Problem, Scored, score, scores
 from lazyjax.execution.decode import Sampling
 from lazyjax.huggingface.export import export
@@ -151,6 +151,14 @@ def test_evaluate_says_what_is_wrong(
     assert foreign.read_text() == "no answers\n"
 
 
+def test_what_host_memory_does_not_hold_is_refused_before_it_is_read(
+    folder: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "host_memory_bytes", lambda: 1000)
+    assert cli.main(["generate", str(folder), "--prompt", "What is 2 + 2?"]) == 2
+    assert "the weights take 0.00 GB of host memory, 0.00 are free" in capsys.readouterr().err
+
+
 def test_a_damaged_line_in_the_middle_is_not_taken_for_an_answer(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "answers.jsonl"
     form: Form = "plain"
@@ -184,11 +192,11 @@ def test_generate_answers_a_prompt_a_file_and_a_conversation(
     assert "line 2: has no text under prompt" in capsys.readouterr().err
     capsys.readouterr()
 
-    model, _ = load_model(folder)
-    decoder = make_decoder(model.kernels, model.store, tokens=64, rows=1, sampling=Sampling())
+    loaded = open_folder(folder).load()
+    decoder = make_decoder(loaded.kernels, loaded.store, tokens=64, rows=1, sampling=Sampling())
     turns = iter(["What is 2 + 2?", "", "What is 2 + 2?", "word " * 80, None])
     spoken = io.StringIO()
-    ask.converse(model, decoder, None, 5, lambda: next(turns), spoken.write)
+    ask.converse(loaded, decoder, None, 5, lambda: next(turns), spoken.write)
     decoder.close()
     said = spoken.getvalue().splitlines()
     assert said[1] == one.splitlines()[0]

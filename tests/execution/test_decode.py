@@ -10,7 +10,9 @@ import pytest
 
 from lazyjax.batch import Batch
 from lazyjax.evaluation.generate import Completion, GenerationError, Prompt, generate
+from lazyjax.execution import decode
 from lazyjax.execution.decode import Decoder, Sampling
+from lazyjax.execution.decode_timing import time_decoding
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.models.template import ModelTemplate
 from lazyjax.planning.plan.decode import DecodePlan
@@ -172,3 +174,31 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     for bad in ({"temperature": -1.0}, {"top_p": 0.0}, {"seed": -1}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             Sampling(**bad)  # type: ignore[arg-type]
+
+
+def test_long_prompts_in_pieces_and_any_prefetch_give_the_same_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny.template("qwen3_5", tied=False, blocks=4)
+    store = tiny.filled_store(model, reference.random_parameters(model, seed=0))
+    kernels = Kernels(model, data_mesh(), compute_dtype="float32")
+    whole = answers(kernels, store)
+    monkeypatch.setattr(decode, "PIECE_TOKENS", 8)
+    assert answers(kernels, store) == whole
+    for prefetch in (1, 3):
+        decoder = Decoder(kernels, store, DecodePlan(3, TOKENS, (2,), prefetch), GREEDY)
+        found = generate(decoder, prompts(), stop_tokens=(), new_tokens=NEW_TOKENS)
+        assert {one.number: one for one in found} == whole
+        decoder.close()
+
+
+def test_every_part_of_a_step_is_timed() -> None:
+    model = tiny.template("qwen3_5", tied=True, blocks=4)
+    store = tiny.filled_store(model, reference.random_parameters(model, seed=0))
+    kernels = Kernels(model, data_mesh(), compute_dtype="float32")
+    timed = time_decoding(kernels, store, rows=2, tokens=16, rounds=1)
+    assert set(timed) == {"embed", "full_attention", "linear_attention", "head"}
+    for kind, cost in timed.items():
+        assert cost.fetch_seconds > 0
+        assert cost.unpack_seconds > 0
+        assert (cost.compute_seconds > 0) == (kind != "embed")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lazyjax.evaluation.generate import Prompt, generate
-from lazyjax.evaluation.model import load_model, make_decoder
+from lazyjax.evaluation.model import make_decoder, open_folder
 from lazyjax.execution.decode import Sampling
 
 pytestmark = pytest.mark.skipif(
@@ -29,7 +29,7 @@ def test_twenty_greedy_texts_equal_transformers(tmp_path: pathlib.Path) -> None:
     golden = np.load(GOLDEN)
     folder = tmp_path / "model"
     convert(folder)
-    model, _ = load_model(folder, compute_dtype="float32")
+    model = open_folder(folder, compute_dtype="float32").load()
     new_tokens = golden["tokens_RN"].shape[1]
     prompts = [
         Prompt(row, golden["prompts_RT"][row, :length].astype(np.int32))
