@@ -158,6 +158,8 @@ class Decoder:
             None if part is None else part.choose(head_params, table_params) for part in (work, prompts)
         ]
         next_B, first_R = jax.device_get(chosen)
+        # What was enqueued before the choice has run.
+        self._running.clear()
         return next_B, None if first_R is None else first_R[:entered]
 
     def _even(self, rows: Rows, slots_R: Int32[np.ndarray, " R"]) -> tuple[Rows, Int32[np.ndarray, " more"]]:
