@@ -34,6 +34,8 @@ _SHOWN = 3
 _REASONS_SHOWN = 20
 _BINS = 12
 _BAR = 30
+#: Characters that are shown of one piece of the template's text.
+_PIECE = 120
 #: The one thing that is said in colour is also said in signs, for pipes and for those who see no colour.
 _LEARNED = ("⟦", "⟧")
 
@@ -109,6 +111,7 @@ def _print_rows(console: Console, config: Config, tokenizer: chat.Tokenizer, sho
         words = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
         _print(console, f"\nrow {number}: {len(encoded.tokens_T):,} tokens ({words})", style="bold")
         console.print(text, highlight=False, soft_wrap=False)
+        _print(console, f"written by the template: {', '.join(_written(text)) or 'nothing'}", style="dim")
 
 
 def _usable_rows(config: Config, tokenizer: chat.Tokenizer) -> Iterator[tuple[int, Row]]:
@@ -155,6 +158,17 @@ def colored(
         counts["cut off"] = len(encoded.tokens_T) - limit
         text.append(" ... cut off", style="red")
     return text, counts
+
+
+def _written(text: Text) -> list[str]:
+    """What the template wrote that is not learned, each piece once and in order."""
+    pieces = [text.plain[span.start : span.end] for span in text.spans if span.style == "dim"]
+    return [_shortened(piece) for piece in dict.fromkeys(pieces)]
+
+
+def _shortened(piece: str) -> str:
+    words = repr(piece)
+    return words if len(words) <= _PIECE else f"{words[: _PIECE // 2]} ... {words[-_PIECE // 2 :]}"
 
 
 def _own_words(row: Row) -> list[str]:

@@ -61,6 +61,8 @@ def test_the_screen(rows: str) -> None:
     # A turn of weight 0 is context.
     assert "No<|im_end|>" in text
     assert "⟦Yes<|im_end|>⟧" in text
+    around = ("'<|im_start|>user\\n'", "'<|im_end|>\\n<|im_start|>assistant\\n'")
+    assert f"written by the template: {around[0]}, {around[1]}" in text
     assert text.count("⟦") == 1 + 2  # the legend and two rows; of the third nothing is left to learn
     assert "1 bad row; training stops at the first (data.bad_rows skip leaves them out):" in text
     assert "rows.jsonl, row 5 (line 5): invalid JSON" in text
