@@ -168,17 +168,17 @@ def save_sets(
     rows: int,
     seconds: Callable[[Work], float],
     *,
-    most: int = MOST_SAVE_SETS,
+    most: int | None = None,
 ) -> tuple[SaveSet, ...]:
     """Sets worth choosing from: none uses more bytes than another that saves as much time.
 
     Starts with the empty set, bytes ascend and backward seconds descend strictly. At most
-    `most` are kept: the two ends, then those whose omission would cost most.
+    `most` (by default `MOST_SAVE_SETS`) are kept: the two ends, then those whose omission would cost most.
 
     Args:
         seconds: time of some work on the hardware at hand.
     """
-    return _thin(_pareto(_all_sets(kind, shape, rows, seconds)), most)
+    return _thin(_pareto(_all_sets(kind, shape, rows, seconds)), MOST_SAVE_SETS if most is None else most)
 
 
 def _all_sets(
