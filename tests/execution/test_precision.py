@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lazyjax.execution.executor import build_executor
+from lazyjax.execution.build import build_executor
 from lazyjax.optim.adamw import Fp32AdamW
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.planning.plan.baselines import BASELINES
