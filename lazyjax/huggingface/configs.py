@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from lazyjax.models.architecture import Architecture, Qwen2Architecture, Qwen3Architecture, Rope
+from lazyjax.models.architecture import (
+    Architecture,
+    DynamicScaling,
+    Qwen2Architecture,
+    Qwen3Architecture,
+    Rope,
+)
 
 
 def to_hf_config(config: Architecture) -> dict[str, Any]:
     """A config.json that Transformers builds the same model from.
 
-    What an architecture does not state (e.g. the longest context) is left to Transformers'
-    defaults.
+    What an architecture does not state (e.g. the longest context, unless the rotary embedding depends
+    on it) is left to Transformers' defaults.
     """
     rope = _rope_parameters(config.rope)
     common = {
@@ -36,6 +42,8 @@ def to_hf_config(config: Architecture) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_word_embeddings,
         "vocab_size": config.vocab_size,
     }
+    if isinstance(config.rope.scaling, DynamicScaling):
+        common["max_position_embeddings"] = rope.pop("max_position_embeddings")
     if isinstance(config, Qwen2Architecture):
         if config.qkv_bias:
             # Qwen2 always has this bias and knows no switch for it.
@@ -64,5 +72,5 @@ def _rope_parameters(rope: Rope) -> dict[str, Any]:
         "rope_type": "default",
     }
     if rope.scaling is not None:
-        parameters |= {"rope_type": "llama3", **rope.scaling.model_dump()}
+        parameters |= rope.scaling.model_dump(exclude_none=True)
     return parameters

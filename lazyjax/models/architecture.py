@@ -6,7 +6,7 @@ in `architectures/`, so that one reader serves both. This module knows no array 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import pydantic
 
@@ -28,6 +28,7 @@ class Llama3Scaling(_Frozen):
     `factor`, those below `... / high_freq_factor` are kept, those between are interpolated.
     """
 
+    rope_type: Literal["llama3"] = "llama3"
     factor: float = pydantic.Field(gt=0)
     low_freq_factor: float = pydantic.Field(gt=0)
     high_freq_factor: float = pydantic.Field(gt=0)
@@ -40,12 +41,51 @@ class Llama3Scaling(_Frozen):
         return self
 
 
+class LinearScaling(_Frozen):
+    """Position interpolation: every wavelength is stretched by `factor`."""
+
+    rope_type: Literal["linear"] = "linear"
+    factor: float = pydantic.Field(gt=0)
+
+
+class DynamicScaling(_Frozen):
+    """Dynamic NTK: beyond `max_position_embeddings` tokens the base grows with the length of the text."""
+
+    rope_type: Literal["dynamic"] = "dynamic"
+    factor: float = pydantic.Field(ge=1)
+    max_position_embeddings: int = pydantic.Field(gt=0)
+
+
+class YarnScaling(_Frozen):
+    """YaRN (Peng et al. 2023): long wavelengths are stretched by `factor`, short ones kept, a ramp between.
+
+    The ramp runs between the elements that turn `beta_slow` and `beta_fast` times within the original
+    context; with `truncate` its ends are whole elements. Cosines and sines are multiplied by
+    `attention_factor`, which by default follows from `factor`, `mscale` and `mscale_all_dim`.
+    """
+
+    rope_type: Literal["yarn"] = "yarn"
+    factor: float = pydantic.Field(gt=0)
+    original_max_position_embeddings: int = pydantic.Field(gt=0)
+    attention_factor: float | None = pydantic.Field(default=None, gt=0)
+    beta_fast: float = pydantic.Field(default=32.0, gt=0)
+    beta_slow: float = pydantic.Field(default=1.0, gt=0)
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+RopeScaling = Annotated[
+    Llama3Scaling | LinearScaling | DynamicScaling | YarnScaling, pydantic.Field(discriminator="rope_type")
+]
+
+
 class Rope(_Frozen):
     """Rotary position embedding: the first `partial_rotary_factor` of every head is rotated."""
 
     theta: float = pydantic.Field(gt=0)
     partial_rotary_factor: float = pydantic.Field(default=1.0, gt=0, le=1)
-    scaling: Llama3Scaling | None = None
+    scaling: RopeScaling | None = None
 
 
 class _Common(_Frozen):

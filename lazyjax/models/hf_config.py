@@ -57,7 +57,20 @@ _LINEAR_SIZES = (
     "linear_key_head_dim",
     "linear_value_head_dim",
 )
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+#: RoPE scalings: keys that must be given, and keys that may be. Lengths are taken from the model's own
+#: `max_position_embeddings` where they are left out, as in Transformers.
+_ROPE_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "dynamic": (("factor", "max_position_embeddings"), ()),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text")
 
 
@@ -198,12 +211,31 @@ def _rope(table: _WithDefaults, partial_by_default: float) -> dict[str, Any]:
         "theta": _either(merged, "rope_theta", None) or table.rope_theta(),
         "partial_rotary_factor": _either(merged, "partial_rotary_factor", partial_by_default),
     }
-    if kind == "llama3":
-        rope["scaling"] = {key: _get(merged, key) for key in _LLAMA3}
+    if kind in _ROPE_KEYS:
+        rope["scaling"] = _rope_scaling(kind, merged, text)
     elif kind not in ("default", "mrope"):
         # Multimodal RoPE gives text tokens the same angle on all axes: it is plain RoPE for them.
-        raise ArchitectureError(f"RoPE of type {kind!r} is not implemented, only 'default' and 'llama3'")
+        known = ", ".join(repr(name) for name in ("default", *sorted(_ROPE_KEYS)))
+        raise ArchitectureError(f"RoPE of type {kind!r} is not implemented, only {known}")
     return rope
+
+
+def _rope_scaling(kind: str, merged: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    required, optional = _ROPE_KEYS[kind]
+    given = {key: value for key, value in merged.items() if value is not None}
+    for key in ("original_max_position_embeddings", "max_position_embeddings"):
+        # Beside the table the first counts more than in it; left out, it is the longest context.
+        if key in required and key in text and text[key] is not None:
+            given[key] = text[key]
+        elif key in required and key not in given:
+            given[key] = _get(text, "max_position_embeddings")
+    if kind == "yarn" and "factor" not in given:
+        given["factor"] = _get(text, "max_position_embeddings") / given["original_max_position_embeddings"]
+    return {
+        "rope_type": kind,
+        **{key: _get(given, key) for key in required},
+        **{key: given[key] for key in optional if key in given},
+    }
 
 
 def _only_full_attention(text: Mapping[str, Any]) -> None:

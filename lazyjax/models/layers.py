@@ -18,16 +18,17 @@ LEGEND of axes, here and in all of `lazyjax.models`:
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
-from lazyjax.models.architecture import Llama3Scaling, Rope
+from lazyjax.models.architecture import Rope
+from lazyjax.models.attention import blockwise_attention
 from lazyjax.models.decode import Span, cached_attention
+from lazyjax.models.rope import depends_on_length, rotary_angles, rotate, segment_lengths
 from lazyjax.models.template import Context
 
 
@@ -113,57 +114,6 @@ class RMSNorm(nnx.Module):
         return scaled(unit.astype(x.dtype), self.weight[...])
 
 
-def inverse_frequencies(rope: Rope, rotary_dim: int) -> Float32[Array, "half_R"]:
-    """Radians per position of each rotated pair.
-
-    Computed where it is used: an array made outside would be a constant that every layer's
-    backward pass has to be handed. Source: RoFormer (Su et al. 2021), equation 15; scaling as in
-    Llama 3.1's reference code.
-    """
-    exponents = jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim
-    frequencies = 1.0 / jnp.power(jnp.float32(rope.theta), exponents)
-    return frequencies if rope.scaling is None else _llama3_frequencies(frequencies, rope.scaling)
-
-
-def _llama3_frequencies(frequencies: Array, scaling: Llama3Scaling) -> Array:
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = jnp.clip(keep, 0.0, 1.0)
-    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
-
-
-def rotary_angles(
-    positions_BT: Int32[Array, "B T"], frequencies: Float32[Array, "half_R"]
-) -> tuple[Float32[Array, "B T 1 half_R"], Float32[Array, "B T 1 half_R"]]:
-    """Cosine and sine of every position's angles, to be broadcast over heads."""
-    angles = positions_BT.astype(jnp.float32)[:, :, None, None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(
-    x_BTNH: Float[Array, "B T N H"],
-    cosine: Float32[Array, "B T 1 half_R"],
-    sine: Float32[Array, "B T 1 half_R"],
-) -> Float[Array, "B T N H"]:
-    """Rotates the first 2 * half_R elements of every head; element i pairs with i + half_R."""
-    half = cosine.shape[-1]
-    wide = x_BTNH.astype(jnp.float32)
-    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-    rotated = [first * cosine - second * sine, second * cosine + first * sine, rest]
-    return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
-
-
-def attention_mask(segment_ids_BT: Int32[Array, "B T"]) -> Bool[Array, "B 1 T S"]:
-    """True where a token may attend: same segment, not later.
-
-    Padding (segment 0) attends to padding, itself included, so that no row of the softmax is
-    empty; real tokens never see it.
-    """
-    tokens = segment_ids_BT.shape[1]
-    same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-    return (same_BTS & jnp.tri(tokens, dtype=jnp.bool_))[:, None]
-
-
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
     """What an attention layer looks like.
@@ -213,25 +163,28 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
         """Attends; scores and softmax in float32."""
-        q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self.project(x_BTD, context.positions_BT)
-        out_BTNH = jax.nn.dot_product_attention(
-            q_BTNH,
-            k_BTKH,
-            v_BTKH,
-            mask=attention_mask(context.segment_ids_BT),
-            scale=self.shape.head_dim**-0.5,
+        lengths_BT = segment_lengths(context) if depends_on_length(self.shape.rope) else None
+        q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self.project(x_BTD, context.positions_BT, lengths_BT)
+        out_BTNH = blockwise_attention(
+            q_BTNH, k_BTKH, v_BTKH, context.segment_ids_BT, self.shape.head_dim**-0.5
         )
-        return self.output(checkpoint_name(out_BTNH, "attention_out"), gate_BTNH)
+        return self.output(out_BTNH, gate_BTNH)
 
     def project(
-        self, x_BTD: Float[Array, "B T D"], positions_BT: Int32[Array, "B T"]
+        self,
+        x_BTD: Float[Array, "B T D"],
+        positions_BT: Int32[Array, "B T"],
+        lengths_BT: Int32[Array, "B T"] | None,
     ) -> tuple[
         Float[Array, "B T N H"],
         Float[Array, "B T K H"],
         Float[Array, "B T K H"],
         Float[Array, "B T N H"] | None,
     ]:
-        """Rotated queries and keys, values, and the gate of the output where there is one."""
+        """Rotated queries and keys, values, and the gate of the output where there is one.
+
+        `lengths_BT` are those of the tokens' segments, where the rotation depends on them.
+        """
         shape = self.shape
         rows, tokens, _ = x_BTD.shape
         heads = (rows, tokens, -1, shape.head_dim)
@@ -245,7 +198,7 @@ class Attention(nnx.Module):
             q_BTNH = query.reshape(heads)
         if shape.qk_norm:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
-        cosine, sine = rotary_angles(positions_BT, inverse_frequencies(shape.rope, shape.rotary_dim))
+        cosine, sine = rotary_angles(positions_BT, lengths_BT, shape.rope, shape.rotary_dim)
         return rotate(q_BTNH, cosine, sine), rotate(k_BTKH, cosine, sine), v_BTKH, gate_BTNH
 
     def output(
@@ -292,8 +245,11 @@ class AttentionBlock(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], tuple[Array, ...]]:
         """The block over the tokens of `span`, after those that `state` holds (see `models.decode`)."""
         shape = self.self_attn.shape
+        positions_BT = span.positions_BT(x_BTD.shape[1])
+        # Known so far; keys that are cached keep the rotation of their time, as in Transformers.
+        lengths_BT = jnp.broadcast_to((span.starts_B + span.counts_B)[:, None], positions_BT.shape)
         q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self.self_attn.project(
-            self.input_layernorm(x_BTD), span.positions_BT(x_BTD.shape[1])
+            self.input_layernorm(x_BTD), positions_BT, lengths_BT
         )
         out_BTNH, state = cached_attention(q_BTNH, k_BTKH, v_BTKH, state, span, shape.head_dim**-0.5)
         return self.finish(x_BTD, self.self_attn.output(out_BTNH, gate_BTNH)), state

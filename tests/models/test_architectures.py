@@ -83,7 +83,7 @@ def without(table, key):
         (qwen3(attention_bias=True), "attention_bias = True"),
         (llama(layer_types=["sliding_attention"] * 30), "'sliding_attention'"),
         (llama(quantization_config={"bits": 4}), "quantization_config"),
-        (llama(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "RoPE of type 'yarn'"),
+        (llama(rope_parameters={"rope_type": "su", "rope_theta": 1e4}), "RoPE of type 'su'"),
         (llama(num_key_value_heads=2), "num_key_value_heads (2) must divide"),
         (llama(num_hidden_layers="many"), "num_hidden_layers"),
         (without(llama(hidden_size="wide"), "head_dim"), "hidden_size ('wide')"),

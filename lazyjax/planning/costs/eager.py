@@ -3,10 +3,9 @@
 Published systems (MegaTrain, LazyTrain) call modules of Transformers eagerly: every operation outside
 the mixers reads its operands from device memory and writes its result there; of an MLP's gate,
 PyTorch has one kernel for silu, one for the product, and three for their gradients. Mixers are fused
-kernels (FlashAttention 2, flash-linear-attention): between their projections nothing reaches memory,
-and attention computes only what the causal mask leaves, half of the scores. A backward pass runs the
-layer forward again and then back, with nothing left out as unused; gradients stay bf16. Before each
-call the streamed slab is copied into the layer's own parameters.
+kernels (FlashAttention 2, flash-linear-attention): between their projections nothing reaches memory.
+A backward pass runs the layer forward again and then back, with nothing left out as unused; gradients
+stay bf16. Before each call the streamed slab is copied into the layer's own parameters.
 
 For comparisons with what was published; plans of this library are costed by `TemplateWork`.
 """
@@ -18,7 +17,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from lazyjax.planning.costs.layers import SCORES, SaveSet, backward_graph, forward_graph, named_bytes
+from lazyjax.planning.costs.layers import SaveSet, backward_graph, forward_graph, named_bytes
 from lazyjax.planning.costs.seconds import TemplateWork
 from lazyjax.planning.costs.trace import VIEWS, Graph, Kernel, Work
 from lazyjax.planning.program.operations import Action
@@ -116,15 +115,13 @@ def _with_bf16_gradients(graph: Graph) -> Graph:
 
 
 def _on_chip(graph: Graph) -> Graph:
-    """The graph where what is inside mixers and MLPs takes no memory, and half of the scores no time."""
-    marks = graph.inside
-    sizes = tuple(0 if value in marks else size for value, size in enumerate(graph.sizes))
+    """The graph where what is inside mixers and MLPs takes no memory. A loop is a mixer's: one kernel."""
+    sizes = tuple(0 if value in graph.inside else size for value, size in enumerate(graph.sizes))
     nodes = []
     for node in graph.nodes:
-        touched = {marks[value] for value in (*node.inputs, *node.outputs) if value in marks}
-        # Loops in a layer belong to its mixer.
-        inner = tuple((Kernel(kernel.flops, 0), count) for kernel, count in node.inner)
-        nodes.append(node._replace(flops=node.flops // 2 if SCORES in touched else node.flops, inner=inner))
+        flops = sum(kernel.flops * count for kernel, count in node.inner)
+        inner = ((Kernel(flops, 0), 1),) if node.inner else ()
+        nodes.append(node._replace(inner=inner, inner_peak_bytes=0))
     return dataclasses.replace(graph, nodes=tuple(nodes), sizes=sizes)
 
 
@@ -140,6 +137,3 @@ def eager_work(graph: Graph) -> Work:
         if moved or node.flops:
             kernels[Kernel(node.flops, moved)] += 1
     return Work(kernels)
-
-
-

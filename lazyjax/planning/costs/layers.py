@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from lazyjax.models.attention import loops_only
 from lazyjax.models.cross_entropy import cross_entropy_and_gradients
-from lazyjax.models.residuals import backward_from
+from lazyjax.models.residuals import backward_from, forward_saving
 from lazyjax.models.template import Context, LayerKind, ModelTemplate
 from lazyjax.planning.costs.trace import (
     Graph,
@@ -32,8 +33,8 @@ from lazyjax.planning.costs.trace import (
     trace,
 )
 
-#: Marks of values inside a layer's parts, see `_marks`.
-INSIDE, SCORES = "inside", "scores"
+#: Mark of values inside a layer's parts, see `_marks`.
+INSIDE = "inside"
 #: Row counts at which programs are traced; one row could lose an axis to broadcasting.
 _LOW_ROWS, _HIGH_ROWS = 2, 3
 #: Sets that a layer chooses from; twice as many gain less than 0.5 % (see the log).
@@ -78,8 +79,9 @@ def kind_inputs(
 def forward_graph(kind: LayerKind, shape: CallShape, rows: int, saved: Collection[str] = ()) -> Graph:
     """The forward pass on `rows` x T tokens that also returns the tensors in `saved`."""
     graph = _forward(kind, shape, rows)
-    named = [node.outputs[0] for node in graph.nodes if node.primitive == "name" and node.name in saved]
-    return graph.needed((*graph.outputs, *named)) if named else graph
+    y, *named = graph.outputs
+    kept = [value for name, value in zip(kind.residual_names, named, strict=True) if name in saved]
+    return graph.needed((y, *kept))
 
 
 def backward_graph(kind: LayerKind, shape: CallShape, rows: int, saved: Collection[str] = ()) -> Graph:
@@ -91,27 +93,35 @@ def backward_graph(kind: LayerKind, shape: CallShape, rows: int, saved: Collecti
 def named_bytes(kind: LayerKind, shape: CallShape, rows: int) -> dict[str, int]:
     """Bytes of the tensors that a layer names, for `rows` x T tokens."""
     graph = _forward(kind, shape, rows)
-    return {node.name: graph.sizes[node.outputs[0]] for node in graph.nodes if node.primitive == "name"}
+    return {
+        name: graph.sizes[value] for name, value in zip(kind.residual_names, graph.outputs[1:], strict=True)
+    }
 
 
 def _marks(shape: CallShape) -> Marking:
     """Marks what is inside a mixer or an MLP: neither as wide as the residual stream, nor the result of a
-    projection. `SCORES` have an entry per pair of tokens."""
+    projection."""
 
     def mark(primitive: str, axes: tuple[int, ...]) -> str:
-        if len(axes) >= 4:
-            return SCORES if axes.count(shape.sequence_length) >= 2 else INSIDE
-        inside = len(axes) == 3 and axes[-1] != shape.hidden_size and primitive != "dot_general"
-        return INSIDE if inside else ""
+        projected = axes[-1:] == (shape.hidden_size,) or primitive == "dot_general"
+        return INSIDE if len(axes) >= 4 or (len(axes) == 3 and not projected) else ""
 
     return mark
 
 
 @functools.lru_cache(maxsize=256)
 def _forward(kind: LayerKind, shape: CallShape, rows: int) -> Graph:
+    """Outputs: y, then all named tensors."""
+
+    def forward(params: Any, x: Array, context: Any) -> Any:
+        if not kind.residual_names:
+            return kind.apply(params, x, context), ()
+        return forward_saving(kind.apply, kind.residual_names, params, x, context)
+
     def at(count: int) -> Graph:
         inputs = kind_inputs(kind, shape.hidden_size, count, shape.sequence_length, shape.compute_dtype)
-        return trace(lambda p, x, c: kind.apply(p, x, c), *inputs, marking=_marks(shape))
+        with loops_only():
+            return trace(forward, *inputs, marking=_marks(shape))
 
     return at_rows(at, ("forward", kind, shape), rows)
 
@@ -130,7 +140,8 @@ def _backward(kind: LayerKind, shape: CallShape, rows: int) -> Graph:
             gradients, dx = backward_from(kind.apply, (), params, x, context, (), dy)
             return dx, _flat(gradients)
 
-        return trace(backward, *inputs, dy, marking=_marks(shape))
+        with loops_only():
+            return trace(backward, *inputs, dy, marking=_marks(shape))
 
     return at_rows(at, ("backward", kind, shape), rows)
 

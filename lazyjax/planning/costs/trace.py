@@ -26,7 +26,7 @@ from jax.interpreters import partial_eval
 #: Calls whose body runs once, in place.
 _INLINED = frozenset(
     "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call "
-    "custom_vjp_call_jaxpr custom_lin".split()
+    "custom_vjp_call_jaxpr custom_lin eval_jaxpr".split()
 )
 #: Reinterpretations of a value that cost nothing or are folded into whoever reads it.
 VIEWS = frozenset(
@@ -35,13 +35,18 @@ VIEWS = frozenset(
 )
 #: Kernels of their own: operands and results lie in memory.
 _STANDALONE = frozenset(
-    "dot_general conv_general_dilated ragged_dot triangular_solve gather scatter scatter-add scatter_add "
-    "scatter_mul scatter_min scatter_max sort cumsum cumprod cummax cummin cumlogsumexp top_k scan cond "
-    "dynamic_update_slice custom_call pallas_call".split()
+    "dot_general conv_general_dilated ragged_dot triangular_solve gather dynamic_slice scatter scatter-add "
+    "scatter_add scatter_mul scatter_min scatter_max sort cumsum cumprod cummax cummin cumlogsumexp top_k "
+    "scan cond dynamic_update_slice custom_call pallas_call".split()
 )
 #: Kernels that may write over their first operand.
 _IN_PLACE = frozenset(
     "scatter scatter-add scatter_add scatter_mul scatter_min scatter_max dynamic_update_slice".split()
+)
+#: Their bodies say how two elements are combined.
+_ELEMENT_BODIES = frozenset(
+    "reduce reduce_window select_and_scatter select_and_scatter_add scatter scatter-add scatter_add "
+    "scatter_mul scatter_min scatter_max".split()
 )
 _ROOTS_PREFIX = ("reduce_", "argm")
 
@@ -148,7 +153,7 @@ class Graph:
                 if node.primitive in _IN_PLACE:
                     # In place on the first operand: reads and writes what the updates touch.
                     moved = 3 * sum(self.sizes[value] for value in node.inputs[1:])
-                elif node.primitive == "gather":
+                elif node.primitive in ("gather", "dynamic_slice"):
                     moved = 2 * sum(self.sizes[value] for value in node.outputs)
                 else:
                     moved = sum(self.sizes[source[value]] for value in node.inputs)
@@ -306,6 +311,7 @@ def _flatten(jaxpr: Any, marking: Marking | None = None) -> Graph:
                 for variable, number in zip(equation.outvars, walk(inner, bound), strict=True):
                     numbers[variable] = number
                 continue
+            _refuse_unknown_body(equation)
             outputs = tuple(new(variable.aval) for variable in equation.outvars)
             numbers.update(zip(equation.outvars, outputs, strict=True))
             for number, variable in zip(outputs, equation.outvars, strict=True):
@@ -379,6 +385,18 @@ def _carries(
         for i, atom in enumerate(equation.invars[first : first + carries])
         if not isinstance(atom, jex_core.Literal)
     )
+
+
+def _refuse_unknown_body(equation: Any) -> None:
+    """A call that is passed over would cost nothing.
+
+    Raises:
+        UnknownCostError: naming the primitive.
+    """
+    if equation.primitive.name in ("scan", "cond", "while") or equation.primitive.name in _ELEMENT_BODIES:
+        return
+    if any(isinstance(value, jex_core.Jaxpr | jex_core.ClosedJaxpr) for value in equation.params.values()):
+        raise UnknownCostError(f"{equation.primitive.name}: it is not known how often its body runs")
 
 
 def _body(equation: Any) -> Any:
