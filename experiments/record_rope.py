@@ -94,7 +94,7 @@ def _record(
 
 def main() -> None:
     """Writes the file named on the command line."""
-    cases = [_record(*scaling, *shape) for scaling in SCALINGS for shape in SHAPES]
+    cases = [_record(scaling, length, *shape) for scaling, length in SCALINGS for shape in SHAPES]
     found = {"transformers_version": transformers.__version__, "cases": cases}
     Path(sys.argv[1]).write_text(json.dumps(found, indent=1) + "\n")
 

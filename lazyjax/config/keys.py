@@ -286,6 +286,8 @@ class PlanConfig(_Group):
         backward_prefetch: the same during the backward pass.
         update: `deferred` runs the host update under the next step's forward pass.
         interlayer_home: where activations wait between a layer and the next.
+        token_chunk: tokens of a row that a block computes at a time; left out, the whole row. For rows so
+            long that a block's working memory does not fit.
         devices: how many share every batch and every slab.
         nvme_folder: a folder on an NVMe drive; without one, plans use host memory instead.
         hardware: what the `milp` planner knows of the machine: `calibrate` measures this one and times
@@ -307,6 +309,7 @@ class PlanConfig(_Group):
     backward_prefetch: PositiveInt | None = None
     update: Literal["deferred", "immediate"] | None = None
     interlayer_home: Literal["device", "host"] | None = None
+    token_chunk: PositiveInt | None = None
     devices: PositiveInt = 1
     nvme_folder: PathKey | None = None
     hardware: NameOrPath = "auto"

@@ -30,11 +30,12 @@ _SCHEDULES = 32
 
 def checked_schedules(kernels: Kernels, optimizer: HostOptimizer) -> Schedules:
     """Schedules of plans for these kernels; each passes the checks of order, buffers and data flow."""
-    template, devices = kernels.template, kernels.devices
+    whole, devices = kernels.template, kernels.devices
 
     @functools.lru_cache(maxsize=_SCHEDULES)
     def of(plan_json: str, sequence_length: int) -> Schedule:
         plan = Plan.model_validate_json(plan_json)
+        template = whole.in_chunks(plan.token_chunk)
         sizes = model_sizes(
             template,
             rows=plan.microbatch_rows,

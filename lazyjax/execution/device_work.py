@@ -39,6 +39,7 @@ class DeviceWork:
     ) -> None:
         self._kernels, self._copies, self._store, self._queues = kernels, copies, store, queues
         self._buffers, self._schedule, self._batch = buffers, schedule, batch
+        self._template = kernels.template.in_chunks(schedule.plan.token_chunk)
         # The loss is a mean over the whole batch's target tokens.
         self._scale = copies.scalar_to_device(1.0 / batch.target_tokens)
         self.losses: list[Any] = []
@@ -85,7 +86,7 @@ class DeviceWork:
         """Forward pass, also where it is repeated."""
         layer, (microbatch, batch) = operation.layer, self._microbatch(operation)
         names = self._names(operation)
-        kernel = self._kernels.forward(self._kernels.template.kind(layer), names)
+        kernel = self._kernels.forward(self._template.kind(layer), names)
         device = self._buffers.device
         slab = device[Buffer(BufferRole.PARAMETERS, layer)]
         y, residuals, token = kernel(slab, self._input(layer, microbatch), batch.context)
@@ -130,7 +131,7 @@ class DeviceWork:
         else:
             names = self._names(operation)
             kernel = self._kernels.backward(
-                self._kernels.template.kind(layer), names, operation.accumulates, operation.last
+                self._template.kind(layer), names, operation.accumulates, operation.last
             )
             x_gradient, result, token = kernel(
                 accumulator,
@@ -145,7 +146,7 @@ class DeviceWork:
         return Arrays(token)
 
     def _names(self, operation: Operation) -> tuple[str, ...]:
-        kind = self._kernels.template.kind(operation.layer)
+        kind = self._template.kind(operation.layer)
         return tuple(name for name in kind.residual_names if name in operation.saved)
 
     def _microbatch(self, operation: Operation) -> tuple[int, DeviceBatch]:

@@ -118,7 +118,7 @@ class Executor:
             NvmeError: the drive failed.
             In either case the plan before stays in use, and the optimizer state where it was.
         """
-        template = self.template
+        template = self.kernels.template.in_chunks(plan.token_chunk)
         names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
         validate_plan(plan, template.spec, names)
         if uses_nvme(plan) and self._open_drive is None:

@@ -42,7 +42,7 @@ class ForwardPass:
 
     def _run(self, batch: Batch, plan: Plan, head_kernel: Callable[..., Any]) -> Iterator[Any]:
         """BufferRole the head's kernel gives, microbatch by microbatch."""
-        template, copies = self._kernels.template, self._copies
+        template, copies = self._kernels.template.in_chunks(plan.token_chunk), self._copies
         rows, count = microbatches_of(batch, plan, devices=self._kernels.devices)
         batch = batch.with_rows(count * rows)
         parts = [

@@ -32,8 +32,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 #: Longest block: 1 MiB of float32 scores per head.
 BLOCK_TOKENS = 512
-#: Up to this many pairs are written out on a CPU: those of 8 blocks.
-_UNROLLED_PAIRS = 36
+#: Up to this many pairs are written out on a CPU: those of 4 blocks. XLA:CPU keeps the scores of all of them
+#: at once, so that more would need memory like the dense form.
+_UNROLLED_PAIRS = 10
 #: A score that is masked. Finite: the maximum over a row of masked scores must not make NaN.
 _MASKED = -1e30
 #: Stand for padding (segment 0) and for tokens added to fill the last block. Above every segment, so that

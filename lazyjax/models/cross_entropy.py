@@ -14,16 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from lazyjax.models.chunks import Chunks, balanced_chunks, join_tokens, split_tokens
+
 #: Up to this many chunks are unrolled: XLA:CPU runs the bodies of loops on one thread.
 _UNROLLED_CHUNKS = 8
-
-
-class Chunks(NamedTuple):
-    """T cut into `number` chunks of `width` tokens; the last `padding` tokens do not exist."""
-
-    number: int
-    width: int
-    padding: int
 
 
 class LossAndGradients(NamedTuple):
@@ -32,17 +26,6 @@ class LossAndGradients(NamedTuple):
     loss: Float32[Array, ""]
     normed_gradient_BTD: Float[Array, "B T D"]
     table_gradient_VD: Float32[Array, "V D"]
-
-
-def balanced_chunks(rows: int, length: int, most_tokens: int) -> Chunks:
-    """The fewest chunks of at most `most_tokens` tokens (over all rows), of nearly equal length.
-
-    Less than one token per chunk and row is padding.
-    """
-    widest = min(length, max(1, most_tokens // rows))
-    count = -(-length // widest)
-    width = -(-length // count)
-    return Chunks(count, width, count * width - length)
 
 
 def cross_entropy(
@@ -91,12 +74,10 @@ def cross_entropy_and_gradients(
         )
         return (loss + jnp.sum(losses_BC * weight_BC), table_gradient_VD), normed_gradient_BCD
 
-    rows, length, hidden = normed_BTD.shape
     chunks, inputs = _chunked_inputs(normed_BTD, targets_BT, mask_BT, chunk_tokens)
     start = (jnp.zeros((), jnp.float32), jnp.zeros(table_VD.shape, jnp.float32))
     (loss, table_gradient_VD), gradient = jax.lax.scan(one_chunk, start, inputs, unroll=_unroll(chunks))
-    gradient_BTD = jnp.moveaxis(gradient, 0, 1).reshape(rows, -1, hidden)[:, :length]
-    return LossAndGradients(loss, gradient_BTD, table_gradient_VD)
+    return LossAndGradients(loss, join_tokens(gradient, chunks), table_gradient_VD)
 
 
 def _log_probabilities(
@@ -115,14 +96,7 @@ def _chunked_inputs(
     chunks = balanced_chunks(rows, length, chunk_tokens)
     # -100 and its like would be looked up outside the vocabulary: NaN, which no mask takes away.
     targets_BT = jnp.where(mask_BT, targets_BT, 0)
-    return chunks, tuple(_chunked(array, chunks) for array in (normed_BTD, targets_BT, mask_BT))
-
-
-def _chunked(array: Array, chunks: Chunks) -> Array:
-    """[B, T, ...] -> [chunks, B, width, ...], padded with zeros."""
-    padded = jnp.pad(array, [(0, 0), (0, chunks.padding)] + [(0, 0)] * (array.ndim - 2))
-    split = padded.reshape(array.shape[0], chunks.number, chunks.width, *array.shape[2:])
-    return jnp.moveaxis(split, 1, 0)
+    return chunks, tuple(split_tokens(array, chunks) for array in (normed_BTD, targets_BT, mask_BT))
 
 
 def _unroll(chunks: Chunks) -> int:

@@ -102,6 +102,24 @@ def chunked_gated_delta_rule(
     return _chunked(q_BTKE, k_BTKE, v_BTKGF, g_BTKG, beta_BTKG, segment_ids_BT, None)[0]
 
 
+def gated_delta_rule_from(
+    q_BTKE: Float32[Array, "B T K E"],
+    k_BTKE: Float32[Array, "B T K E"],
+    v_BTKGF: Float32[Array, "B T K G F"],
+    g_BTKG: Float32[Array, "B T K G"],
+    beta_BTKG: Float32[Array, "B T K G"],
+    segment_ids_BT: Int32[Array, "B T"],
+    s_BKGEF: Float32[Array, "B K G E F"],
+) -> tuple[Float32[Array, "B T K G F"], Float32[Array, "B K G E F"]]:
+    """The rule over a piece whose first segment continues the state `s`; the state behind the piece.
+
+    Differentiable, also with respect to the state.
+    """
+    out_BTKGF, borders = _chunked(q_BTKE, k_BTKE, v_BTKGF, g_BTKG, beta_BTKG, segment_ids_BT, s_BKGEF)
+    kept, k, u, w, before = (part[-1] for part in borders)
+    return out_BTKGF, _next_border(before, kept, k, u, w)
+
+
 def continued_gated_delta_rule(
     q_BTKE: Float32[Array, "B T K E"],
     k_BTKE: Float32[Array, "B T K E"],
@@ -120,9 +138,7 @@ def continued_gated_delta_rule(
         )
         return out_BKGF[:, None], s_BKGEF
     one_segment_BT = jnp.ones(q_BTKE.shape[:2], jnp.int32)
-    out_BTKGF, borders = _chunked(q_BTKE, k_BTKE, v_BTKGF, g_BTKG, beta_BTKG, one_segment_BT, s_BKGEF)
-    kept, k, u, w, before = (part[-1] for part in borders)
-    return out_BTKGF, _next_border(before, kept, k, u, w)
+    return gated_delta_rule_from(q_BTKE, k_BTKE, v_BTKGF, g_BTKG, beta_BTKG, one_segment_BT, s_BKGEF)
 
 
 def _one_token(

@@ -8,6 +8,7 @@ arrays costs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,6 +31,10 @@ class DecoderBlock(Protocol):
         """Whole rows, or several segments in a row."""
         ...
 
+    def in_chunks(self, x_BTD: Array, context: Context, width: int) -> Array:
+        """As a call, at most `width` tokens of every row at a time."""
+        ...
+
     def step(
         self, x_BTD: Array, state: tuple[Array, ...], span: Span
     ) -> tuple[Array, tuple[Array, ...]]:
@@ -40,6 +45,8 @@ class DecoderBlock(Protocol):
         """The arrays of the state."""
         ...
 
+
+Apply = Callable[[tuple[Array, ...], Array, Context], Array]
 
 #: Any length does: names do not depend on it.
 _TRACE_TOKENS = 2
@@ -64,23 +71,33 @@ def layer_kind(
     def initialize(key: PRNGKeyArray) -> tuple[Array, ...]:
         return tuple(jax.tree.leaves(nnx.state(build(nnx.Rngs(params=key)))))
 
-    shapes = tuple(jax.ShapeDtypeStruct(tensor.shape, jnp.float32) for tensor in parameters)
+    unnamed = LayerKind(name, parameters, (), apply, initialize)
+    return dataclasses.replace(unnamed, residual_names=_names(apply, unnamed, input_shape))
+
+
+def _names(apply: Apply, kind: LayerKind, input_shape: jax.ShapeDtypeStruct) -> tuple[str, ...]:
+    shapes = tuple(jax.ShapeDtypeStruct(tensor.shape, jnp.float32) for tensor in kind.parameters)
     row: Any = jax.ShapeDtypeStruct(input_shape.shape[:2], jnp.int32)
     traced = jax.make_jaxpr(apply)(shapes, input_shape, Context(row, row))
     names = tuple(_checkpoint_names(traced.jaxpr))
     if len(set(names)) != len(names):
-        raise ValueError(f"{name}: a residual name stands for two tensors: {names}")
-    return LayerKind(name, parameters, names, apply, initialize)
+        raise ValueError(f"{kind.name}: a residual name stands for two tensors: {names}")
+    return names
+
+
+def _hidden(hidden_size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((1, _TRACE_TOKENS, hidden_size), jnp.float32)
 
 
 def block_kind(name: str, build: Callable[[nnx.Rngs], nnx.Module], hidden_size: int) -> LayerKind:
     """The kind of a layer that maps x_BTD to x_BTD: a decoder block or the head."""
-    return layer_kind(name, build, jax.ShapeDtypeStruct((1, _TRACE_TOKENS, hidden_size), jnp.float32))
+    return layer_kind(name, build, _hidden(hidden_size))
 
 
 def decoder_kind(name: str, build: Callable[[nnx.Rngs], Any], hidden_size: int) -> LayerKind:
     """The kind of a decoder block, a `DecoderBlock`: also how it runs token by token."""
     _, rebuild = _describe(build)
+    whole = block_kind(name, build, hidden_size)
     described: DecoderBlock = nnx.eval_shape(lambda: build(nnx.Rngs(params=0)))
 
     def step(
@@ -88,9 +105,26 @@ def decoder_kind(name: str, build: Callable[[nnx.Rngs], Any], hidden_size: int) 
     ) -> tuple[Array, tuple[Array, ...]]:
         return rebuild(params).step(x, state, span)
 
+    @functools.cache
+    def in_chunks(width: int) -> LayerKind:
+        # One token at a time shows which names there are in chunks of any width.
+        return dataclasses.replace(
+            whole,
+            residual_names=_names(_chunked_apply(rebuild, 1), whole, _hidden(hidden_size)),
+            apply=_chunked_apply(rebuild, width),
+        )
+
     return dataclasses.replace(
-        block_kind(name, build, hidden_size), decoding=Decoding(step, described.state_shapes)
+        whole, decoding=Decoding(step, described.state_shapes), in_chunks=in_chunks
     )
+
+
+def _chunked_apply(rebuild: Callable[[tuple[Array, ...]], Any], width: int) -> Apply:
+    def apply(params: tuple[Array, ...], x: Array, context: Context) -> Array:
+        y: Array = rebuild(params).in_chunks(x, context, width)
+        return y
+
+    return apply
 
 
 def _describe(
@@ -113,8 +147,13 @@ def _dotted(path: tuple[Any, ...]) -> str:
 
 
 def _checkpoint_names(jaxpr: Any) -> Iterator[str]:
-    """Names given by `checkpoint_name`, in program order, inner programs included."""
+    """Names given by `checkpoint_name`, in program order, inner programs included but for loops.
+
+    What a loop makes in one of its turns cannot be kept.
+    """
     for equation in jaxpr.eqns:
+        if equation.primitive.name in ("scan", "while", "cond"):
+            continue
         if equation.primitive.name == "name":
             yield equation.params["name"]
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int32
 
 from lazyjax.models.architecture import Rope
 from lazyjax.models.attention import blockwise_attention
+from lazyjax.models.chunks import map_modules
 from lazyjax.models.decode import Span, cached_attention
 from lazyjax.models.rope import depends_on_length, rotary_angles, rotate, segment_lengths
 from lazyjax.models.template import Context
@@ -91,6 +92,11 @@ class Linear(nnx.Module):
         """Runs in the dtype of x and kernel."""
         y = project(x, self.kernel[...])
         return y if self.bias is None else shifted(y, self.bias[...])
+
+
+def project_all(projections: tuple[Linear, ...], x: Float[Array, "*batch in"]) -> tuple[Array, ...]:
+    """What each projection makes of x."""
+    return tuple(projection(x) for projection in projections)
 
 
 class RMSNorm(nnx.Module):
@@ -163,12 +169,22 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
         """Attends; scores and softmax in float32."""
+        projected = self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)
+        out_BTNH, gate_BTNH = self.attend(projected, context)
+        return self.output(out_BTNH, gate_BTNH)
+
+    def attend(
+        self,
+        projected: tuple[Float[Array, "B T _"], Float[Array, "B T _"], Float[Array, "B T _"]],
+        context: Context,
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N H"] | None]:
+        """What every token finds among the earlier ones, and the gate of it where there is one."""
         lengths_BT = segment_lengths(context) if depends_on_length(self.shape.rope) else None
-        q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self.project(x_BTD, context.positions_BT, lengths_BT)
+        q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self.heads(projected, context.positions_BT, lengths_BT)
         out_BTNH = blockwise_attention(
             q_BTNH, k_BTKH, v_BTKH, context.segment_ids_BT, self.shape.head_dim**-0.5
         )
-        return self.output(out_BTNH, gate_BTNH)
+        return out_BTNH, gate_BTNH
 
     def project(
         self,
@@ -185,15 +201,30 @@ class Attention(nnx.Module):
 
         `lengths_BT` are those of the tokens' segments, where the rotation depends on them.
         """
+        projected = self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)
+        return self.heads(projected, positions_BT, lengths_BT)
+
+    def heads(
+        self,
+        projected: tuple[Float[Array, "B T _"], Float[Array, "B T _"], Float[Array, "B T _"]],
+        positions_BT: Int32[Array, "B T"],
+        lengths_BT: Int32[Array, "B T"] | None,
+    ) -> tuple[
+        Float[Array, "B T N H"],
+        Float[Array, "B T K H"],
+        Float[Array, "B T K H"],
+        Float[Array, "B T N H"] | None,
+    ]:
+        """As `project`, from what the three projections gave."""
         shape = self.shape
-        rows, tokens, _ = x_BTD.shape
-        heads = (rows, tokens, -1, shape.head_dim)
-        query = checkpoint_name(self.q_proj(x_BTD), "query")
-        k_BTKH = checkpoint_name(self.k_proj(x_BTD), "key").reshape(heads)
-        v_BTKH = checkpoint_name(self.v_proj(x_BTD), "value").reshape(heads)
+        query, key, value = projected
+        heads = (*query.shape[:2], -1, shape.head_dim)
+        query = checkpoint_name(query, "query")
+        k_BTKH = checkpoint_name(key, "key").reshape(heads)
+        v_BTKH = checkpoint_name(value, "value").reshape(heads)
         gate_BTNH = None
         if shape.output_gate:
-            q_BTNH, gate_BTNH = jnp.split(query.reshape(rows, tokens, -1, 2 * shape.head_dim), 2, axis=-1)
+            q_BTNH, gate_BTNH = jnp.split(query.reshape(*heads[:2], -1, 2 * shape.head_dim), 2, axis=-1)
         else:
             q_BTNH = query.reshape(heads)
         if shape.qk_norm:
@@ -205,9 +236,15 @@ class Attention(nnx.Module):
         self, out_BTNH: Float[Array, "B T N H"], gate_BTNH: Float[Array, "B T N H"] | None
     ) -> Float[Array, "B T D"]:
         """Gates and projects what was attended to."""
-        if gate_BTNH is not None:
-            out_BTNH = out_BTNH * jax.nn.sigmoid(gate_BTNH)
-        return self.o_proj(out_BTNH.reshape(*out_BTNH.shape[:2], -1))
+        return _gated_projection(self.o_proj, out_BTNH, gate_BTNH)
+
+
+def _gated_projection(
+    projection: Linear, out_BTNH: Float[Array, "B T N H"], gate_BTNH: Float[Array, "B T N H"] | None
+) -> Float[Array, "B T D"]:
+    if gate_BTNH is not None:
+        out_BTNH = out_BTNH * jax.nn.sigmoid(gate_BTNH)
+    return projection(out_BTNH.reshape(*out_BTNH.shape[:2], -1))
 
 
 class SwiGLU(nnx.Module):
@@ -240,6 +277,27 @@ class AttentionBlock(nnx.Module):
         mixed_BTD = self.self_attn(self.input_layernorm(x_BTD), context)
         return self.finish(x_BTD, mixed_BTD)
 
+    def in_chunks(
+        self, x_BTD: Float[Array, "B T D"], context: Context, width: int
+    ) -> Float[Array, "B T D"]:
+        """As a call, `width` tokens of every row at a time but for the attention itself."""
+        attention = self.self_attn
+        projected = map_modules(
+            lambda norm, q, k, v, x: project_all((q, k, v), norm(x)),
+            (self.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj),
+            (x_BTD,),
+            width,
+        )
+        out_BTNH, gate_BTNH = attention.attend(projected, context)
+        gate = () if gate_BTNH is None else (gate_BTNH,)
+        x_BTD = map_modules(
+            lambda projection, x, out, gate=None: x + _gated_projection(projection, out, gate),
+            (attention.o_proj,),
+            (x_BTD, out_BTNH, *gate),
+            width,
+        )
+        return mlp_in_chunks(self.post_attention_layernorm, self.mlp, x_BTD, width)
+
     def step(
         self, x_BTD: Float[Array, "B T D"], state: tuple[Array, ...], span: Span
     ) -> tuple[Float[Array, "B T D"], tuple[Array, ...]]:
@@ -266,6 +324,14 @@ class AttentionBlock(nnx.Module):
         """What follows the mixer."""
         x_BTD = checkpoint_name(x_BTD + mixed_BTD, "post_mixer")
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+
+
+def mlp_in_chunks(
+    norm: RMSNorm, mlp: SwiGLU, x_BTD: Float[Array, "B T D"], width: int
+) -> Float[Array, "B T D"]:
+    """The second half of a block, `width` tokens at a time; names the residual stream before it."""
+    x_BTD = checkpoint_name(x_BTD, "post_mixer")
+    return map_modules(lambda norm, mlp, x: x + mlp(norm(x)), (norm, mlp), (x_BTD,), width)
 
 
 @jax.custom_vjp

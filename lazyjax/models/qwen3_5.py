@@ -7,19 +7,22 @@ projections in the compute dtype. Axes: see the legend in `lazyjax.models.layers
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
 from lazyjax.models.architecture import Qwen35Architecture
+from lazyjax.models.chunks import balanced_chunks, join_tokens, map_modules, split_tokens
 from lazyjax.models.decode import Span, continued_convolution
 from lazyjax.models.delta_net import (
     causal_convolution,
     chunked_gated_delta_rule,
     continued_gated_delta_rule,
+    gated_delta_rule_from,
 )
 from lazyjax.models.kinds import decoder_kind
 from lazyjax.models.layers import (
@@ -28,7 +31,9 @@ from lazyjax.models.layers import (
     Linear,
     RMSNorm,
     SwiGLU,
+    mlp_in_chunks,
     normal,
+    project_all,
     scaled,
 )
 from lazyjax.models.template import Context, LayerKind
@@ -74,9 +79,11 @@ class ShortConvolution(nnx.Module):
     def __init__(self, taps: int, channels: int, *, stddev: float, rngs: nnx.Rngs) -> None:
         self.kernel = nnx.Param(normal(rngs, (taps, channels), stddev))
 
-    def __call__(self, x_BTP: Float[Array, "B T P"], context: Context) -> Float[Array, "B T P"]:
+    def __call__(
+        self, x_BTP: Float[Array, "B T P"], segment_ids_BT: Int32[Array, "B T"]
+    ) -> Float[Array, "B T P"]:
         """Restarts at every segment."""
-        return causal_convolution(x_BTP, self.kernel[...], context.segment_ids_BT)
+        return causal_convolution(x_BTP, self.kernel[...], segment_ids_BT)
 
 
 class GatedDeltaNet(nnx.Module):
@@ -106,7 +113,7 @@ class GatedDeltaNet(nnx.Module):
     def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
         """Mixes tokens; decays, write strengths and the rule in float32."""
         mixed_BTP, z_BTKGF, g_BTKG, beta_BTKG = self.project(x_BTD)
-        q_BTKE, k_BTKE, v_BTKGF = self.split(self.conv1d(mixed_BTP, context))
+        q_BTKE, k_BTKE, v_BTKGF = self.split(self.conv1d(mixed_BTP, context.segment_ids_BT))
         out_BTKGF = chunked_gated_delta_rule(
             q_BTKE, k_BTKE, v_BTKGF, g_BTKG, beta_BTKG, context.segment_ids_BT
         )
@@ -156,7 +163,58 @@ class GatedDeltaNet(nnx.Module):
         mixed_BTP = checkpoint_name(self.in_proj_qkv(x_BTD), "delta_qkv")
         z_BTKGF = checkpoint_name(self.in_proj_z(x_BTD), "delta_z").reshape(*heads, shape.value_head_dim)
         beta_BTKG = jax.nn.sigmoid(self.in_proj_b(x_BTD).astype(jnp.float32)).reshape(heads)
-        return mixed_BTP, z_BTKGF, self.log_decay(self.in_proj_a(x_BTD)).reshape(heads), beta_BTKG
+        g_BTX = log_decay(self.in_proj_a(x_BTD), self.dt_bias[...], self.A_log[...])
+        return mixed_BTP, z_BTKGF, g_BTX.reshape(heads), beta_BTKG
+
+    def mix_in_chunks(
+        self, projected: tuple[Array, ...], segment_ids_BT: Int32[Array, "B T"], width: int
+    ) -> Float[Array, "B T K G F"]:
+        """Convolution and rule over `width` tokens at a time.
+
+        From chunk to chunk go the states of the rule and the last inputs of the convolution. The backward
+        pass keeps these and computes each chunk again; gradients of the few parameters are summed in float32.
+
+        Args:
+            projected: what `in_proj_qkv`, `in_proj_a` and `in_proj_b` gave.
+        """
+        shape = self.shape
+        rows, tokens, channels = projected[0].shape
+        earlier = shape.convolution_taps - 1
+        chunks = balanced_chunks(1, tokens, width)
+        graph, state = nnx.split((self.conv1d, self.dt_bias, self.A_log))
+        leaves, structure = jax.tree.flatten(state)
+        wide = tuple(leaf.astype(jnp.float32) for leaf in leaves)
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def one(carry: tuple[Array, ...], chunk: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
+            memory_BKGEF, last_B, inputs_BUP, segments_BU = carry
+            mixed_BCP, a_BCX, b_BCX, segments_BC = chunk
+            module = nnx.merge(graph, jax.tree.unflatten(structure, wide))
+            conv1d, dt_bias, a_log = module
+            continued_BP = jnp.concatenate([inputs_BUP, mixed_BCP], axis=1)
+            continued_B = jnp.concatenate([segments_BU, segments_BC], axis=1)
+            q, k, v = self.split(conv1d(continued_BP, continued_B)[:, earlier:])
+            heads = (*a_BCX.shape[:2], shape.key_heads, shape.groups)
+            g = log_decay(a_BCX, dt_bias[...], a_log[...]).reshape(heads)
+            beta = jax.nn.sigmoid(b_BCX.astype(jnp.float32)).reshape(heads)
+            same_B = last_B == segments_BC[:, 0]
+            memory_BKGEF = jnp.where(same_B[:, None, None, None, None], memory_BKGEF, 0.0)
+            out, memory_BKGEF = gated_delta_rule_from(q, k, v, g, beta, segments_BC, memory_BKGEF)
+            kept = continued_B.shape[1] - earlier
+            carried = (memory_BKGEF, segments_BC[:, -1], continued_BP[:, kept:], continued_B[:, kept:])
+            return carried, out.astype(mixed_BCP.dtype)
+
+        start = (
+            jnp.zeros(
+                (rows, shape.key_heads, shape.groups, shape.key_head_dim, shape.value_head_dim), jnp.float32
+            ),
+            jnp.full((rows,), -1, jnp.int32),
+            jnp.zeros((rows, earlier, channels), projected[0].dtype),
+            jnp.full((rows, earlier), -1, jnp.int32),
+        )
+        given = tuple(split_tokens(array, chunks) for array in (*projected, segment_ids_BT))
+        _, out = jax.lax.scan(one, start, given)
+        return join_tokens(out, chunks)
 
     def split(
         self, mixed_BTP: Float[Array, "B T P"]
@@ -183,10 +241,14 @@ class GatedDeltaNet(nnx.Module):
         out_BTKGF = checkpoint_name(out_BTKGF.astype(z_BTKGF.dtype), "delta_out")
         return self.out_proj(self.norm(out_BTKGF, z_BTKGF).reshape(*z_BTKGF.shape[:2], -1))
 
-    def log_decay(self, a: Float[Array, "B T heads"]) -> Float32[Array, "B T heads"]:
-        """g = -exp(A_log) softplus(a + dt_bias), never positive."""
-        a = a.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
-        return -jnp.exp(self.A_log[...].astype(jnp.float32)) * jax.nn.softplus(a)
+
+
+def log_decay(
+    a: Float[Array, "B T heads"], dt_bias: Float[Array, " heads"], a_log: Float[Array, " heads"]
+) -> Float32[Array, "B T heads"]:
+    """g = -exp(A_log) softplus(a + dt_bias), never positive."""
+    a = a.astype(jnp.float32) + dt_bias.astype(jnp.float32)
+    return -jnp.exp(a_log.astype(jnp.float32)) * jax.nn.softplus(a)
 
 
 def _unit(x: Float32[Array, "... size"]) -> Float32[Array, "... size"]:
@@ -207,6 +269,28 @@ class DeltaNetBlock(nnx.Module):
         """Names the residual stream between the two."""
         mixed_BTD = self.linear_attn(self.input_layernorm(x_BTD), context)
         return self.finish(x_BTD, mixed_BTD)
+
+    def in_chunks(
+        self, x_BTD: Float[Array, "B T D"], context: Context, width: int
+    ) -> Float[Array, "B T D"]:
+        """As a call, `width` tokens of every row at a time."""
+        mixer = self.linear_attn
+        mixed_BTP, z, a, b = map_modules(
+            lambda norm, qkv, z, a, b, x: project_all((qkv, z, a, b), norm(x)),
+            (self.input_layernorm, mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_a, mixer.in_proj_b),
+            (x_BTD,),
+            width,
+        )
+        mixed_BTP, z = checkpoint_name(mixed_BTP, "delta_qkv"), checkpoint_name(z, "delta_z")
+        out_BTKGF = mixer.mix_in_chunks((mixed_BTP, a, b), context.segment_ids_BT, width)
+        out_BTKGF = checkpoint_name(out_BTKGF, "delta_out")
+        x_BTD = map_modules(
+            lambda norm, projection, x, out, z: x + projection(norm(out, z).reshape(*x.shape[:2], -1)),
+            (mixer.norm, mixer.out_proj),
+            (x_BTD, out_BTKGF, z.reshape(out_BTKGF.shape)),
+            width,
+        )
+        return mlp_in_chunks(self.post_attention_layernorm, self.mlp, x_BTD, width)
 
     def step(
         self, x_BTD: Float[Array, "B T D"], state: tuple[Array, ...], span: Span

@@ -11,6 +11,8 @@ Axes: B rows, T tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -67,6 +69,8 @@ class LayerKind:
             head: x_BTD -> x_BTD, the final norm only; logits are the executor's business.
         initialize: key -> float32 arrays in flat order, as the family initialises them.
         decoding: for blocks, how they run token by token.
+        in_chunks: for blocks, the same layer computed so many tokens of a row at a time; it names fewer
+            tensors. Equal widths give the same object.
     """
 
     name: str
@@ -75,6 +79,7 @@ class LayerKind:
     apply: Callable[[tuple[jax.Array, ...], jax.Array, Context], jax.Array]
     initialize: Callable[[PRNGKeyArray], tuple[jax.Array, ...]]
     decoding: Decoding | None = None
+    in_chunks: Callable[[int], LayerKind] | None = None
 
 
 class ParameterRef(NamedTuple):
@@ -94,13 +99,36 @@ class ModelTemplate:
         kinds: kind name -> kind.
         table: the [V, D] table that logits are taken with: in `head` when the model owns one, in
             `embed` when it is tied.
+        token_chunk: tokens of a row that blocks compute at a time; None: all of them. See `in_chunks`.
     """
 
     config: Architecture
     spec: ModelSpec
     kinds: Mapping[str, LayerKind]
     table: ParameterRef
+    token_chunk: int | None = None
 
     def kind(self, layer_index: int) -> LayerKind:
         """The kind of layer `layer_index`, numbered as in `spec.layers`."""
         return self.kinds[self.spec.layers[layer_index].kind]
+
+    def in_chunks(self, width: int | None) -> ModelTemplate:
+        """The same model with blocks that compute `width` tokens of a row at a time; None: whole rows.
+
+        Equal widths give the same object.
+        """
+        if width == self.token_chunk:
+            return self
+        if self.token_chunk is not None:
+            raise ValueError(f"blocks compute {self.token_chunk} tokens at a time already, not {width}")
+        return _in_chunks(self, width)
+
+
+@functools.cache
+def _in_chunks(template: ModelTemplate, width: int | None) -> ModelTemplate:
+    assert width is not None
+    kinds = {
+        name: kind if kind.in_chunks is None else kind.in_chunks(width)
+        for name, kind in template.kinds.items()
+    }
+    return dataclasses.replace(template, kinds=types.MappingProxyType(kinds), token_chunk=width)

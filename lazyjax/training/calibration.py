@@ -122,6 +122,9 @@ def _timed_costs(
     microbatches: int | None,
 ) -> Callable[[int], Costs]:
     """Rows of a microbatch -> costs; kernels are timed at once, of one size or two."""
+    if template.token_chunk is not None:
+        # The run's kernels belong to the whole template; those of chunks are timed by themselves.
+        kernels = None
     predicted = functools.cache(functools.partial(_profile_costs, config, template, profile))
     kernels = kernels or Kernels(
         template,

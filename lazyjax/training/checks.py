@@ -95,8 +95,10 @@ def check_step_memory(config: Config, template: ModelTemplate, device: jax.Devic
             f"{keys}: the batch and one layer's input alone take {least / 1e9:,.1f} GB, device and host have "
             f"{there / 1e9:,.1f} GB: lower one of the two"
         )
+    width = config.plan.token_chunk if is_solved(config) else fixed_plan(config, template).token_chunk
+    in_use = template.in_chunks(width)
     ask = functools.partial(
-        _request, template=template, device=device, device_bytes=device_bytes, host_bytes=host_bytes
+        _request, template=in_use, device=device, device_bytes=device_bytes, host_bytes=host_bytes
     )
     request = ask(config)
     try:

@@ -51,11 +51,13 @@ def choose(
         console: shows what is measured and solved; None: nothing is shown.
     """
     if is_solved(config):
+        template = template.in_chunks(config.plan.token_chunk)
         request = make_request(config, template, kernels, console, microbatches=config.plan.microbatches)
         plan = _solve(config, dataclasses.replace(request, **_given(config)), console)
         _check_runs(plan, config, template)
         return Choice(plan, request)
     plan = fixed_plan(config, template)
+    template = template.in_chunks(plan.token_chunk)
     _verify_structure(plan, config, template)
     if config.plan.replan_after_steps is None:
         return Choice(plan, None)
@@ -77,11 +79,12 @@ def fixed_plan(config: Config, template: ModelTemplate) -> Plan:
     if config.plan.file is not None:
         plan = _load(config, batch)
     else:
-        rule = BASELINES[config.plan.planner]
-        plan = rule(template.spec, _names(template), **batch, **_given(config), **_made_for(config))
+        rule, fixed = BASELINES[config.plan.planner], {**_given(config), **_made_for(config)}
+        names = _names(template.in_chunks(config.plan.token_chunk))
+        plan = rule(template.spec, names, **batch, **fixed, token_chunk=config.plan.token_chunk)
         if config.plan.nvme_folder is None:
             plan = without_nvme(plan)
-    _check_runs(plan, config, template)
+    _check_runs(plan, config, template.in_chunks(plan.token_chunk))
     return plan
 
 

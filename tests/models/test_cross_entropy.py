@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lazyjax.models.cross_entropy import balanced_chunks, cross_entropy, cross_entropy_and_gradients
+from lazyjax.models.chunks import balanced_chunks
+from lazyjax.models.cross_entropy import cross_entropy, cross_entropy_and_gradients
 from lazyjax.planning.costs.trace import trace
 
 HIDDEN, VOCABULARY = 8, 13

@@ -52,7 +52,7 @@ def plan_command(arguments: Sequence[str]) -> None:
     if options.batch is not None and options.max_batch is not None:
         raise PlanError("--batch plans that many rows, --max-batch looks for their number: give one of them")
     _check_outputs(options)
-    template = build_template(read_architecture(options.model))
+    template = build_template(read_architecture(options.model)).in_chunks(options.token_chunk)
     last = len(template.spec.layers) - 1
     if options.explain is not None and not 0 <= options.explain <= last:
         raise PlanError(f"--explain {options.explain}: the model has layers 0 to {last}")
@@ -218,6 +218,9 @@ def _parser() -> argparse.ArgumentParser:
         help="plan batches up to ROWS and take the smallest within 1 %% of the best throughput"
     )
     parser.add_argument("--microbatches", type=positive, help="fix the number of microbatches")
+    parser.add_argument(
+        "--token-chunk", type=positive, metavar="TOKENS", help="let blocks compute so many tokens at a time"
+    )
     parser.add_argument("--interlayer-home", choices=("device", "host"), help="fix where activations wait")
     parser.add_argument("--update", choices=("deferred", "immediate"), help="when the optimizer runs")
     parser.add_argument("--device-gb", type=amount, help="device memory to use, GB (1e9 bytes)")

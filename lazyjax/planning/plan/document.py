@@ -95,6 +95,8 @@ class Plan(_Model):
             on the same link may delay a reload by its whole transfer, so this covers that time.
         interlayer_home: where activations and their gradients wait between a layer and the next while
             other microbatches pass: with `host`, device memory does not grow with the batch.
+        token_chunk: tokens of a row that a block computes at a time, so that its working memory does not
+            grow with the row; None: the whole row.
         recompute: `needed` recomputes the boundaries that were dropped; `segment` also runs the
             last layer of the segment, whose output nobody uses (what MegaTrain does).
         update: `deferred` runs the host update under the next step's forward pass; `immediate`
@@ -121,6 +123,7 @@ class Plan(_Model):
     backward_prefetch: int = pydantic.Field(default=2, ge=1)
     reload_ahead: int = pydantic.Field(default=1, ge=1)
     interlayer_home: Literal["device", "host"] = "device"
+    token_chunk: int | None = pydantic.Field(default=None, ge=1)
     recompute: Literal["needed", "segment"] = "needed"
     update: Literal["deferred", "immediate"] = "deferred"
     layers: tuple[LayerPlan, ...]
@@ -169,7 +172,7 @@ def load_plan(path: pathlib.Path) -> Plan:
         raise PlanError(f"plan {path}: {key}: {first['msg']}") from error
 
 
-def check_made_for(plan: Plan, asked: Mapping[str, str], where: str) -> None:
+def check_made_for(plan: Plan, asked: Mapping[str, Any], where: str) -> None:
     """Checks that a plan was made for what it is going to run with.
 
     Args:

@@ -82,7 +82,7 @@ class Request:
     update: Update | None = None
     devices: int = 1
     identity: str = ""
-    made_for: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    made_for: Mapping[str, str | int | None] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Checks the batch.

@@ -69,7 +69,7 @@ def build_request(
         "model": template.config.model_dump(mode="json"),
         "profile": dump_profile(profile),
         "costs": identity,
-        "words": [optimizer, compute_dtype, gradient_dtype],
+        "words": [optimizer, compute_dtype, gradient_dtype, str(template.token_chunk)],
     }
     return Request(
         spec=spec,
@@ -87,6 +87,7 @@ def build_request(
             "gradient_dtype": gradient_dtype,
             "hardware": profile.name,
             "device": profile.device,
+            "token_chunk": template.token_chunk,
         },
     )
 
