@@ -78,7 +78,11 @@ def temporary_bytes(kind: LayerKind, shape: CallShape) -> tuple[int, int]:
         jax.jit(lambda p, x, c: kind.apply(p, x, c)).lower(*inputs),
         jax.jit(backward).lower(*inputs, inputs[1]),
     )
-    found = [int(program.compile().memory_analysis().temp_size_in_bytes) for program in programs]
+    found = []
+    for program in programs:
+        analysis = program.compile().memory_analysis()
+        assert analysis is not None, "this backend gives no memory analysis"
+        found.append(int(analysis.temp_size_in_bytes))
     return found[0], found[1]
 
 

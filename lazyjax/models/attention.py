@@ -19,16 +19,15 @@ and of keys, T and S also the tokens of one block of each.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from lazyjax.models.backend import traces_for_cpu
 
 #: Longest block: 1 MiB of float32 scores per head.
 BLOCK_TOKENS = 512
@@ -41,8 +40,6 @@ _MASKED = -1e30
 #: segments of a packed row ascend and the ranges of two blocks tell whether they share one.
 _PADDING_SEGMENT = 2**30
 _FILLING_SEGMENT = 2**30 + 1
-
-_loops_only = contextvars.ContextVar("loops_only", default=False)
 
 
 class Layout(NamedTuple):
@@ -74,16 +71,6 @@ def layout_of(tokens: int, window: int | None = None, block_tokens: int = BLOCK_
     number = -(-tokens // block_tokens)
     width = -(-tokens // number)
     return Layout(number, width, number * width - tokens, window)
-
-
-@contextlib.contextmanager
-def loops_only() -> Iterator[None]:
-    """Within it no pair is written out: programs are smaller, and do the same work."""
-    token = _loops_only.set(True)
-    try:
-        yield
-    finally:
-        _loops_only.reset(token)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -398,8 +385,7 @@ def _backward_loop(
 
 
 def _writes_out(layout: Layout) -> bool:
-    few = len(layout.pairs) <= _UNROLLED_PAIRS
-    return few and not _loops_only.get() and jax.default_backend() == "cpu"
+    return len(layout.pairs) <= _UNROLLED_PAIRS and traces_for_cpu()
 
 
 def _cut(

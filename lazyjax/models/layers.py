@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int32
 
 from lazyjax.models.architecture import Rope
 from lazyjax.models.attention import blockwise_attention
+from lazyjax.models.backend import traces_for_cpu
 from lazyjax.models.chunks import map_modules
 from lazyjax.models.decode import Span, cached_attention
 from lazyjax.models.rope import depends_on_length, rotary_angles, rotate, segment_lengths
@@ -57,8 +58,8 @@ def shifted(x: Float[Array, "*batch size"], bias: Float[Array, " size"]) -> Floa
 def project(x: Float[Array, "*batch in"], kernel: Float[Array, "in out"]) -> Float[Array, "*batch out"]:
     """x @ kernel in their dtype. The kernel's gradient is summed over all tokens in float32.
 
-    Left to itself, the transpose asks for a bfloat16 product, and some of XLA:CPU's round their partial
-    sums as well: at 16k tokens gradients were off by 4 %. Here they are rounded once, at the end.
+    Accelerators do so by themselves. Some bfloat16 products of XLA:CPU round their partial sums: at 16k
+    tokens gradients were off by 4 %. There a float32 product is asked for, and rounded once.
     """
     return x @ kernel
 
@@ -71,7 +72,10 @@ def _project_backward(saved: tuple[Array, Array], y_gradient: Array) -> tuple[Ar
     x, kernel = saved
     batch = tuple(range(x.ndim - 1))
     kernel_gradient = jax.lax.dot_general(
-        x, y_gradient, ((batch, batch), ((), ())), preferred_element_type=jnp.float32
+        x,
+        y_gradient,
+        ((batch, batch), ((), ())),
+        preferred_element_type=jnp.float32 if traces_for_cpu() else x.dtype,
     )
     return y_gradient @ kernel.T, kernel_gradient.astype(kernel.dtype)
 

@@ -186,7 +186,8 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
     # Last, because measuring and solving may take minutes.
     kernels = Kernels(template, mesh, config.model.compute_dtype, config.optimizer.gradient_dtype)
     choice = choose(config, template, kernels, console)
-    plan, replanner = choice.plan, make_replanner(config, template, choice)
+    plan = choice.plan
+    replanner = make_replanner(config, template.in_chunks(plan.token_chunk), choice)
     schedules = checked_schedules(kernels, optimizer)
     check_capacity(
         needed_bytes(

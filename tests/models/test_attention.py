@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazyjax.models.attention import blockwise_attention, dense_attention, layout_of, loops_only
+from lazyjax.models.attention import blockwise_attention, dense_attention, layout_of
+from lazyjax.models.backend import for_accelerator
 
 
 def _inputs(
@@ -64,7 +65,7 @@ def test_equals_the_dense_form(
         block = 16
     arrays, segment_ids = _inputs(seed, rows, tokens, heads, size, segments, padding)
     scale = size**-0.5
-    with contextlib.nullcontext() if written_out else loops_only():
+    with contextlib.nullcontext() if written_out else for_accelerator():
         actual = _run(
             lambda q, k, v, s: blockwise_attention(q, k, v, s, scale, window, block), arrays, segment_ids
         )
@@ -120,7 +121,7 @@ def test_blocks_without_a_common_segment_are_not_visited() -> None:
     q, k, v, gradient = (array.copy() for array in arrays)
     v[:, :border] = np.nan
     arrays = (q, k, v, gradient)
-    with loops_only():
+    with for_accelerator():
         out, dq, dk, dv = _run(
             lambda q, k, v, s: blockwise_attention(q, k, v, s, 0.3, None, 32), arrays, segment_ids
         )
@@ -144,7 +145,7 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square() -> None:
         compiled = jax.jit(step).lower(shape, shape, shape, segments, shape).compile()
         return int(compiled.memory_analysis().temp_size_in_bytes)
 
-    with loops_only():
+    with for_accelerator():
         sizes = [temporary_bytes(tokens) for tokens in (512, 2048, 8192)]
     assert sizes[1] < 4.5 * sizes[0]
     assert sizes[2] < 4.5 * sizes[1]

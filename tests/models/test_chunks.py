@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lazyjax.models.attention import loops_only
+from lazyjax.models.backend import for_accelerator
 from lazyjax.models.registry import build_template
 from lazyjax.models.residuals import backward_from, forward_saving
 from lazyjax.models.template import Context
@@ -103,7 +103,7 @@ def test_working_memory_of_the_mlp_does_not_grow_with_the_tokens() -> None:
         compiled = backward.lower(params, x, Context(row, row), x).compile()
         return int(compiled.memory_analysis().temp_size_in_bytes)
 
-    with loops_only():
+    with for_accelerator():
         whole = temporary_bytes(2048, None) - temporary_bytes(512, None)
         chunked = temporary_bytes(2048, 256) - temporary_bytes(512, 256)
     inner_bytes = 1536 * 4096 * 4  # one inner tensor of the tokens that are added

@@ -45,10 +45,14 @@ def _architecture(tied: bool = False) -> Qwen2Architecture:
 
 
 def _costs(
-    profile: HardwareProfile | None = None, *, optimizer: str = "hybrid8bit", rows: int = ROWS
+    profile: HardwareProfile | None = None,
+    *,
+    optimizer: str = "hybrid8bit",
+    rows: int = ROWS,
+    inner_size: int = 192,
 ) -> Costs:
     return template_costs(
-        build_template(_architecture()),
+        build_template(_architecture().model_copy(update={"intermediate_size": inner_size})),
         profile or load_profile("h800-paper"),
         rows=rows,
         sequence_length=TOKENS,
@@ -191,9 +195,10 @@ def test_whole_step_simulates_and_keeping_all_executes_fewer_flops() -> None:
 
 
 def test_working_set_shrinks_with_what_is_saved() -> None:
-    costs = _costs()
+    """With an MLP so wide that its backward pass, and not that of the attention, needs most."""
+    costs = _costs(inner_size=1024)
     nothing = costs.working_bytes(Action.BACKWARD, 1, ())
     everything = costs.working_bytes(Action.BACKWARD, 1, tuple(costs.sizes.layers[1].residual_bytes))
     assert 0 < everything < nothing
-    more_rows = dataclasses.replace(_costs(rows=2 * ROWS))
+    more_rows = dataclasses.replace(_costs(rows=2 * ROWS, inner_size=1024))
     assert more_rows.working_bytes(Action.BACKWARD, 1, ()) > nothing

@@ -1,0 +1,30 @@
+"""What programs are traced for: XLA:CPU wants some things written differently.
+
+XLA:CPU runs the bodies of loops on one thread, and rounds partial sums of some bfloat16 products. The cost
+model and tests trace a program as an accelerator gets it, whatever this process runs on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+import jax
+
+_for_accelerator = contextvars.ContextVar("for_accelerator", default=False)
+
+
+def traces_for_cpu() -> bool:
+    """Whether programs traced now will run on this process's CPU."""
+    return not _for_accelerator.get() and jax.default_backend() == "cpu"
+
+
+@contextlib.contextmanager
+def for_accelerator() -> Iterator[None]:
+    """Programs traced within it are those that an accelerator gets."""
+    token = _for_accelerator.set(True)
+    try:
+        yield
+    finally:
+        _for_accelerator.reset(token)
