@@ -30,7 +30,7 @@ import numpy as np
 
 from experiments.benchmarks.provenance import provenance
 from lazyjax.batch import Batch
-from lazyjax.execution.executor import build_executor
+from lazyjax.execution.build import build_executor
 from lazyjax.hardware.profile import load_profile
 from lazyjax.models import layers
 from lazyjax.models.architecture import Qwen2Architecture, Rope

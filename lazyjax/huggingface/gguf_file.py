@@ -168,8 +168,13 @@ def _tensors(template: ModelTemplate, store: ReadableStore) -> list[_Outgoing]:
         shape = tuple(size for size in entry.stored_shape if size != 1 or len(entry.stored_shape) < 3)
         wide = len(shape) == 1 or name.endswith("_norm.weight") or "ssm_conv1d" in name
         tensors.append(_Outgoing(name, shape, wide, _values(entry, store, config, shape)))
-    if config.rope.scaling is not None:
-        factors = rope_factors(config.rope.scaling, config.rope.theta, config.rotary_dim)
+    scaling = config.rope.scaling
+    if scaling is not None:
+        if not isinstance(scaling, Llama3Scaling):
+            raise CheckpointError(
+                f"{config.name}: of RoPE scalings only 'llama3' is written to GGUF, not {scaling.rope_type!r}"
+            )
+        factors = rope_factors(scaling, config.rope.theta, config.rotary_dim)
         tensors.append(_Outgoing("rope_freqs.weight", factors.shape, True, lambda: factors))
     return tensors
 
