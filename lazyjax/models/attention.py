@@ -20,6 +20,7 @@ and of keys, T and S also the tokens of one block of each.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -108,6 +109,43 @@ def dense_attention(
     allowed_TS = (ahead_TS >= 0) if window is None else (ahead_TS >= 0) & (ahead_TS < window)
     mask_B1TS = (same_BTS & allowed_TS)[:, None]
     return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, mask=mask_B1TS, scale=scale)
+
+
+def cudnn_attention(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K H"],
+    segment_ids_BT: Int32[Array, "B T"],
+    scale: float,
+) -> Float[Array, "B T N H"]:
+    """As `blockwise_attention`, by cuDNN's fused kernel; rows have to be one segment, then padding.
+
+    What its backward pass needs of the forward pass has no name: it is always computed again.
+    """
+    lengths_B = jnp.sum(segment_ids_BT > 0, axis=1, dtype=jnp.int32)
+    out_BTNH = jax.nn.dot_product_attention(
+        q_BTNH,
+        k_BTKH,
+        v_BTKH,
+        scale=scale,
+        is_causal=True,
+        query_seq_lengths=lengths_B,
+        key_value_seq_lengths=lengths_B,
+        implementation="cudnn",
+    )
+    return checkpoint_name(out_BTNH, "attention_out")
+
+
+def _named_dense(q: Array, k: Array, v: Array, segment_ids_BT: Array, scale: float) -> Array:
+    return checkpoint_name(dense_attention(q, k, v, segment_ids_BT, scale), "attention_out")
+
+
+#: By the names that templates and configurations use; all take (q, k, v, segment ids, scale).
+ATTENTIONS: Mapping[str, Callable[..., Array]] = {
+    "blockwise": blockwise_attention,
+    "cudnn": cudnn_attention,
+    "dense": _named_dense,
+}
 
 
 class _Blocks(NamedTuple):

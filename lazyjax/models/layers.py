@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32
 
 from lazyjax.models.architecture import Rope
-from lazyjax.models.attention import blockwise_attention
+from lazyjax.models.attention import ATTENTIONS
 from lazyjax.models.backend import traces_for_cpu
 from lazyjax.models.chunks import map_modules
 from lazyjax.models.decode import Span, cached_attention
@@ -134,6 +134,7 @@ class AttentionShape:
         output_gate: whether the query projection also yields a gate per head element, whose
             sigmoid scales the attention output.
         zero_centered: form of the query and key norms, see `RMSNorm`.
+        attention: a key of `lazyjax.models.attention.ATTENTIONS`.
     """
 
     hidden_size: int
@@ -148,6 +149,7 @@ class AttentionShape:
     qk_norm: bool = False
     output_gate: bool = False
     zero_centered: bool = False
+    attention: str = "blockwise"
 
 
 class Attention(nnx.Module):
@@ -185,10 +187,9 @@ class Attention(nnx.Module):
         """What every token finds among the earlier ones, and the gate of it where there is one."""
         lengths_BT = segment_lengths(context) if depends_on_length(self.shape.rope) else None
         q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self.heads(projected, context.positions_BT, lengths_BT)
-        out_BTNH = blockwise_attention(
-            q_BTNH, k_BTKH, v_BTKH, context.segment_ids_BT, self.shape.head_dim**-0.5
-        )
-        return out_BTNH, gate_BTNH
+        attention = ATTENTIONS[self.shape.attention]
+        scale = self.shape.head_dim**-0.5
+        return attention(q_BTNH, k_BTKH, v_BTKH, context.segment_ids_BT, scale), gate_BTNH
 
     def project(
         self,

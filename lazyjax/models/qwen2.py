@@ -8,7 +8,7 @@ from lazyjax.models.layers import AttentionBlock, AttentionShape
 from lazyjax.models.template import LayerKind
 
 
-def block_kinds(config: Qwen2Architecture) -> tuple[LayerKind, ...]:
+def block_kinds(config: Qwen2Architecture, attention: str = "blockwise") -> tuple[LayerKind, ...]:
     """The one kind of block."""
     shape = AttentionShape(
         hidden_size=config.hidden_size,
@@ -20,6 +20,7 @@ def block_kinds(config: Qwen2Architecture) -> tuple[LayerKind, ...]:
         rms_norm_eps=config.rms_norm_eps,
         initializer_range=config.initializer_range,
         qkv_bias=config.qkv_bias,
+        attention=attention,
     )
     return (
         decoder_kind(

@@ -311,9 +311,9 @@ class DeltaNetBlock(nnx.Module):
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 
-def block_kinds(config: Qwen35Architecture) -> tuple[LayerKind, ...]:
+def block_kinds(config: Qwen35Architecture, attention: str = "blockwise") -> tuple[LayerKind, ...]:
     """The kinds of block that occur in `config.layer_types`."""
-    attention = AttentionShape(
+    shape = AttentionShape(
         hidden_size=config.hidden_size,
         query_heads=config.num_attention_heads,
         key_value_heads=config.num_key_value_heads,
@@ -325,6 +325,7 @@ def block_kinds(config: Qwen35Architecture) -> tuple[LayerKind, ...]:
         qk_norm=True,
         output_gate=True,
         zero_centered=True,
+        attention=attention,
     )
     delta_net = DeltaNetShape(
         hidden_size=config.hidden_size,
@@ -337,7 +338,7 @@ def block_kinds(config: Qwen35Architecture) -> tuple[LayerKind, ...]:
         initializer_range=config.initializer_range,
     )
     builders = {
-        "full_attention": lambda rngs: AttentionBlock(attention, config.intermediate_size, rngs=rngs),
+        "full_attention": lambda rngs: AttentionBlock(shape, config.intermediate_size, rngs=rngs),
         "linear_attention": lambda rngs: DeltaNetBlock(delta_net, config.intermediate_size, rngs=rngs),
     }
     used = sorted(set(config.layer_types))

@@ -48,20 +48,28 @@ def architecture(name: str) -> Architecture:
     return parse_hf_config(json.loads(resource.read_text()), name=name)
 
 
-def _blocks(config: Architecture) -> tuple[tuple[LayerKind, ...], tuple[str, ...]]:
+def _blocks(config: Architecture, attention: str) -> tuple[tuple[LayerKind, ...], tuple[str, ...]]:
     """The kinds of block, and the kind of every block."""
     match config:
         case Qwen2Architecture():
-            return qwen2.block_kinds(config), ("full_attention",) * config.num_hidden_layers
+            return qwen2.block_kinds(config, attention), ("full_attention",) * config.num_hidden_layers
         case Qwen3Architecture():
-            return qwen3.block_kinds(config), ("full_attention",) * config.num_hidden_layers
+            return qwen3.block_kinds(config, attention), ("full_attention",) * config.num_hidden_layers
         case Qwen35Architecture():
-            return qwen3_5.block_kinds(config), config.layer_types
+            return qwen3_5.block_kinds(config, attention), config.layer_types
+
+
+def build_template(config: Architecture, attention: str = "blockwise") -> ModelTemplate:
+    """The template of `config`; equal arguments give the same object, and so share compiled functions.
+
+    Args:
+        attention: a key of `lazyjax.models.attention.ATTENTIONS`.
+    """
+    return _build(config, attention)
 
 
 @functools.cache
-def build_template(config: Architecture) -> ModelTemplate:
-    """The template of `config`; equal configs give the same object, and so share compiled functions."""
+def _build(config: Architecture, attention: str) -> ModelTemplate:
     zero_centered = isinstance(config, Qwen35Architecture)
     embed = embed_kind(
         lambda rngs: Embed(config.vocab_size, config.hidden_size, stddev=config.initializer_range, rngs=rngs)
@@ -79,7 +87,7 @@ def build_template(config: Architecture) -> ModelTemplate:
         ),
         config.hidden_size,
     )
-    blocks, block_names = _blocks(config)
+    blocks, block_names = _blocks(config, attention)
     kinds = {kind.name: kind for kind in (embed, *blocks, head)}
     layers = [LayerSpec("embed", "embed", embed.parameters)]
     for index, name in enumerate(block_names):

@@ -25,6 +25,7 @@ from lazyjax.data import chat
 from lazyjax.data.batches import load_data_tokenizer, read_batches
 from lazyjax.data.loader import Loader
 from lazyjax.data.sources import problems_folder
+from lazyjax.execution.attention_choice import AttentionChoice, Shape, choose_attention
 from lazyjax.execution.build import checked_schedules, executor_of
 from lazyjax.execution.executor import Executor, StepResult
 from lazyjax.execution.kernels import Kernels, data_mesh
@@ -154,11 +155,18 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
     """
 
     model, checkpoint = read_architecture(config)
-    template = build_template(model)
+    devices = visible_devices()
+    attention = choose_attention(
+        config.model.attention,
+        # One row is enough to tell which form is faster.
+        Shape.of(model, 1, config.data.sequence_length, config.model.compute_dtype),
+        packed=config.data.batching == "packed",
+        platform=devices[0].platform,
+    )
+    template = build_template(model, attention.name)
     if checkpoint is not None:
         bind(checkpoint, template)
     spec = template.spec
-    devices = visible_devices()
     if config.plan.devices > len(devices):
         raise SetupError(f"plan.devices is {config.plan.devices}, but JAX sees {len(devices)} device(s)")
     mesh = data_mesh(devices[: config.plan.devices])
@@ -270,7 +278,7 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
         parameter_count=spec.parameter_count,
         folder=folder,
         display=display,
-        facts=_facts(config, spec, plan, devices[0]),
+        facts=_facts(config, spec, plan, devices[0], attention),
         after_step=after_step,
         save_model=save_model if config.run.save_model else None,
         answers=answers,
@@ -305,7 +313,9 @@ def train(config: Config, console: Console) -> dict[str, Any]:
         return summary
 
 
-def _facts(config: Config, spec: ModelSpec, plan: Plan, device: jax.Device) -> dict[str, Any]:
+def _facts(
+    config: Config, spec: ModelSpec, plan: Plan, device: jax.Device, attention: AttentionChoice
+) -> dict[str, Any]:
     return {
         "model": spec.name,
         "parameters": spec.parameter_count,
@@ -316,6 +326,9 @@ def _facts(config: Config, spec: ModelSpec, plan: Plan, device: jax.Device) -> d
         "device": device.device_kind,
         "platform": device.platform,
         "devices": config.plan.devices,
+        "attention": attention.name,
+        "attention_reason": attention.reason,
+        "attention_seconds": dict(attention.seconds),
         "jax": jax.__version__,
         "lazyjax": importlib.metadata.version("lazyjax"),
         "commit": source_commit(),
