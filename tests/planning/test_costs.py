@@ -10,6 +10,7 @@ from lazyjax.hardware.profile import HardwareProfile, load_profile
 from lazyjax.models.architecture import Qwen2Architecture, Rope
 from lazyjax.models.registry import architecture, build_template
 from lazyjax.optim.make import make_host_optimizer
+from lazyjax.planning.costs.layers import MOST_SAVE_SETS
 from lazyjax.planning.costs.seconds import (
     CostError,
     Costs,
@@ -135,7 +136,7 @@ def test_keeping_tensors_costs_bytes_and_saves_seconds() -> None:
     costs = _costs()
     sets = costs.save_sets("full_attention")
     assert sets[0].names == ()
-    assert len(sets) <= 6
+    assert len(sets) <= MOST_SAVE_SETS
     recompute = costs.operation_seconds(_operation(Action.BACKWARD, Resource.COMPUTE))
     for found in sets:
         backward = _operation(Action.BACKWARD, Resource.COMPUTE, saved=tuple(sorted(found.names)))

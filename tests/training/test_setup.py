@@ -90,6 +90,7 @@ def test_a_run_follows_the_oracle_and_its_record_repeats_it(small, tmp_path):
     summary = setup.train(config, console)
     folder = tmp_path / "runs" / "first"
     assert summary["status"] == "finished"
+    assert (summary["attention"], summary["attention_reason"]) == ("blockwise", "a cpu has no other")
     assert {path.name for path in folder.iterdir()} == {
         "config.yaml",
         "plan.json",
