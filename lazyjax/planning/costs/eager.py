@@ -47,6 +47,10 @@ class EagerWork:
         return (SaveSet((), 0, seconds(self.work(kind, Action.BACKWARD, ()))),)
 
 
+#: Operations on less only reckon where a loop's blocks lie, which a fused kernel does by itself.
+_INDEX_BYTES = 1024
+
+
 @functools.lru_cache(maxsize=1024)
 def _eager(source: EagerWork, kind: str, phase: Action) -> tuple[Work, int]:
     compiled = source.compiled
@@ -134,6 +138,6 @@ def eager_work(graph: Graph) -> Work:
         if node.primitive in VIEWS or node.primitive in ("scan", "cond", "iota"):
             continue
         moved = sum(graph.sizes[value] for value in (*node.inputs, *node.outputs))
-        if moved or node.flops:
+        if moved > _INDEX_BYTES or node.flops:
             kernels[Kernel(node.flops, moved)] += 1
     return Work(kernels)
