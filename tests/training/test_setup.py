@@ -154,6 +154,26 @@ def test_epochs_give_the_steps(small):
     assert batches.evaluation is None
 
 
+def test_a_run_under_the_planners_plan_says_whose_it_is_and_ends_with_predicted_beside_measured(
+    small, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    console = quiet()
+    keys = {"training__evaluate_rows": 0, "run__save_model": "false", "run__name": "planned"}
+    setup.train(small(plan__planner="milp", plan__hardware="h800-paper", **keys), console)
+    text = console.file.getvalue()
+    for words in (
+        "found for this run by the planner (milp)",
+        "predicted: ",
+        "warning: the plan is for NVIDIA H800",
+        "predicted and measured",
+        "another kind of machine",
+    ):
+        assert words in text, words
+    plan = load_plan(tmp_path / "runs" / "planned" / "plan.json")
+    assert (plan.optimizer, plan.compute_dtype, plan.hardware) == ("fp32_adamw", "float32", "h800-paper")
+
+
 def test_the_first_lines_say_what_runs(small):
     console = quiet()
     setup.train(small(training__steps=1, training__evaluate_rows=0), console)
