@@ -70,6 +70,6 @@ def difference_sentence(simulated: Mapping[str, float]) -> str:
         parts.append(f"{system} {paper:.1f} (simulated here {ours:.1f}, {ours / paper - 1:+.0%})")
     return (
         f"The paper measured on its own H800, in model TFLOPS: {', '.join(parts)}. A simulation runs their "
-        "rules in this executor, with this profile's rates and none of their code's overhead: it compares "
-        "plans with each other, and no simulated figure is a measurement."
+        "rules in this executor at this profile's rates: it compares plans with each other, and no simulated "
+        "figure is a measurement."
     )

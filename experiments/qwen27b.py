@@ -21,18 +21,22 @@ CONFIGS = pathlib.Path(__file__).parent / "configs"
 PRESETS = {name: CONFIGS / f"qwen27b_{name}.yaml" for name in ("full", "smoke")}
 
 _INTRODUCTION = """
-LazyJAX fine-tunes all weights of models that do not fit on the GPU. Weights and optimizer state stay in host
-memory; layers pass through the device one at a time. A plan decides beforehand what each layer keeps on the
-device, what waits on the host and what is computed again; it is simulated, executed, and compared with what
-was measured. What follows:
+LazyJAX fine-tunes all weights of models that do not fit on the GPU. Weights and
+optimizer state stay in host memory; layers pass through the device one at a
+time. A plan decides beforehand what each layer keeps on the device, what waits
+on the host and what is computed again; it is simulated, executed, and compared
+with what was measured. What follows:
 
-  1. simulated: the plan for the full model, Qwen3.6-27B, on a GPU that is not here (one H800, as in the
-     LazyTrain paper), beside published rules
-  2. measured: this machine trains a small model of the same architecture on word problems, under a plan that
-     LazyJAX makes for it; its device may use 45 MB only, so that the plan has to choose
-  3. what the plan predicted beside what was measured, the loss on held-out problems, and a folder with it all
+  1. simulated: the plan for the full model, Qwen3.6-27B, on a GPU that is not
+     here (one H800, as in the LazyTrain paper), beside published rules
+  2. measured: this machine trains a small model of the same architecture on
+     word problems, under a plan that LazyJAX makes for it; its device may use
+     45 MB only, so that the plan has to choose
+  3. what the plan predicted beside what was measured, the loss on held-out
+     problems, and a folder with it all
 
-The full run, on a GPU:  python -m experiments.qwen27b full --model FOLDER --data MetaMathQA-395K.json
+The full run, on a GPU:
+  python -m experiments.qwen27b full --model FOLDER --data MetaMathQA-395K.json
 """
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from experiments import smollm2
 from experiments.prediction import difference_sentence
-from experiments.qwen27b import CONFIGS, PRESETS, choose_preset
+from experiments.qwen27b import _INTRODUCTION, CONFIGS, PRESETS, choose_preset
 from lazyjax.config import ConfigError, load_config
 from lazyjax.models.registry import architecture, build_template
 from lazyjax.planning.costs.sizes import model_sizes
@@ -73,6 +73,12 @@ def test_the_small_run_trains_under_the_planners_plan_and_leaves_it_something_to
     ]
     assert config.plan.device_bytes is not None
     assert peaks[0] < config.plan.device_bytes < peaks[1]
+
+
+def test_the_first_screen_fits_80_columns():
+    assert max(map(len, _INTRODUCTION.splitlines())) <= 80
+    assert "device may use\n     45 MB" in _INTRODUCTION
+    assert load_config(PRESETS["smoke"]).plan.device_bytes == 45_000_000
 
 
 def test_the_difference_from_the_paper_is_said():
