@@ -130,9 +130,14 @@ def score_model(
         )
         before = list(answers.answered.values())
         with contextlib.closing(decoder), EvaluationProgress(console, len(problems), before) as progress:
-            for one in scores(waiting, completions, model.tokenizer):
-                answers.add(one)
-                progress.row(one)
+            try:
+                for one in scores(waiting, completions, model.tokenizer):
+                    answers.add(one)
+                    progress.row(one)
+            except KeyboardInterrupt:
+                done = f"{len(answers.answered)} of {len(problems)} rows are in {answers.path}"
+                _say(console, f"{done}; the same command goes on from there")
+                raise
     return total(list(answers.answered.values()))
 
 

@@ -97,6 +97,7 @@ def test_evaluate_writes_every_row_and_goes_on_where_it_was_stopped(
     whole = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(whole[:4]) + whole[4][:10])
     asked: list[int] = []
+    stop_after = [1]
 
     def counted(
         problems: list[Problem], completions: Iterator[Completion], tokenizer: Any
@@ -104,10 +105,15 @@ def test_evaluate_writes_every_row_and_goes_on_where_it_was_stopped(
         for one in scores(problems, completions, tokenizer):
             asked.append(one.row)
             yield one
+            if len(asked) in stop_after:
+                raise KeyboardInterrupt
 
     monkeypatch.setattr(evaluate, "scores", counted)
+    assert cli.main(arguments) == 130
+    assert f"4 of 7 rows are in {out}; the same command goes on from there" in capsys.readouterr().out
+    stop_after.clear()
     assert cli.main(arguments) == 0
-    assert "3 rows are answered" in capsys.readouterr().out
+    assert "4 rows are answered" in capsys.readouterr().out
     assert len(asked) == 4
     again = lines_of(out)
     assert sorted(map(str, again)) == sorted(map(str, [header, *rows, result]))
