@@ -1,4 +1,4 @@
-"""What packing saves: tokens that are not padding per second, packed against padded to 1024.
+"""Gain of packing: tokens that are not padding per second, packed against padded to 1024.
 
     python -m experiments.benchmarks.packing
 

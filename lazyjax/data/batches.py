@@ -25,7 +25,7 @@ _REASONS_SHOWN = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of the rows of a source; the last four add up to `read`.
+    """The fate of the rows of a source; the last four add up to `read`.
 
     Attributes:
         name: the source's.
@@ -176,7 +176,7 @@ def read_batches(config: DataConfig, tokenizer: chat.Tokenizer, evaluate_rows: i
 
 
 def describe(config: DataConfig, sides: Sides) -> list[str]:
-    """What became of every row, source by source."""
+    """The fate of every row, source by source, in sentences."""
     hint = ""
     if config.validation is None and config.training_share < 1:
         hint = f" (data.train_fraction {config.training_share:g}; 1 trains on all)"
@@ -188,7 +188,7 @@ def describe(config: DataConfig, sides: Sides) -> list[str]:
 
 
 def find_warnings(sides: Sides, tokenizer: chat.Tokenizer) -> list[str]:
-    """What is probably not meant, though it can be done."""
+    """Things that can be done but are probably not meant."""
     found = []
     if not tokenizer.chat_template:
         found.append(

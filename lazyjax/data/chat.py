@@ -114,7 +114,7 @@ def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
 
 
 def is_special(tokenizer: Tokenizer, token_id: int) -> bool:
-    """Whether a token is no piece of ordinary text, and so can end a turn."""
+    """Whether a token never occurs in ordinary text, and so can end a turn."""
     return token_id in tokenizer.added_tokens_decoder
 
 
@@ -230,7 +230,7 @@ def _render(
     template: str | None = None,
     **settings: bool,
 ) -> str:
-    """What the template writes; by default the tokenizer's own."""
+    """The text that a template writes; by default the tokenizer's own template."""
     if template is None:
         template = _template(tokenizer, tools)
 
@@ -277,7 +277,7 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _around(tokenizer: Tokenizer, row: Row, index: int, text: str) -> tuple[str, str]:
-    """What the template writes before and after the content of message `index`.
+    """The text that the template writes before and after the content of message `index`.
 
     Found by writing the conversation with a marker (a word that is not in `text`, the row as written) in
     the content's place. Raises DataError when the template leaves that content out, or repeats it.
@@ -346,7 +346,7 @@ def _check_response(index: int, message: Message, response: str) -> None:
 
 
 def _check_context(tokenizer: Tokenizer, row: Row, index: int, text: str) -> None:
-    """What a turn that is not learned says must be somewhere in the text; raises DataError otherwise."""
+    """The words of a turn that is not learned must be somewhere in the text; else raises DataError."""
     message = row.messages[index]
     # Thinking of earlier turns is left out in generation too.
     content = message.content.rpartition("</think>")[2] if message.role == "assistant" else message.content

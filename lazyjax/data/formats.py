@@ -1,4 +1,4 @@
-"""One row of a file as a conversation or a text, whatever its columns are called.
+"""One row of a file as a conversation or a text, from columns of many names.
 
 Formats, told apart by the columns of the first row:
 
@@ -75,7 +75,7 @@ Conversation = tuple[Message, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """What one row teaches: a conversation, with the tools that it may use, or a text.
+    """The contents of one row: a conversation, with the tools that it may use, or a text.
 
     Attributes:
         messages: the conversation; empty for a text.
@@ -148,7 +148,7 @@ def _text(place: str, row: Mapping[str, Any], key: str, *, blank: bool = False) 
     if not blank and not value.strip():
         raise DataError(f"{place}: {key!r} is empty")
     if _SURROGATE.search(value):
-        raise DataError(f"{place}: {key!r} holds half of a surrogate pair, which is no character")
+        raise DataError(f"{place}: {key!r} holds half of a surrogate pair, which is not a character")
     return value
 
 

@@ -1,8 +1,8 @@
-"""What a configuration makes of its data, before anything is trained: `lazyjax inspect-data`.
+"""Looking at data before anything is trained: `lazyjax inspect-data`.
 
-Shows a few rows as the model will read them, with what is learned marked; how long rows are; what each
-batching would pad; and every row that is refused, with the reason. Reads the tokenizer and the data and
-nothing else: no weights, no device.
+Shows a few rows of a configuration as the model will read them, with the learned tokens marked; how long
+rows are; the padding of each batching; and every row that is refused, with the reason. Reads the tokenizer
+and the data and nothing else: no weights, no device.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def colored(
 
 
 def _written(text: Text) -> list[str]:
-    """What the template wrote that is not learned, each piece once and in order."""
+    """The template's own pieces of text that are not learned, each once and in order."""
     pieces = [text.plain[span.start : span.end] for span in text.spans if span.style == "dim"]
     return [_shortened(piece) for piece in dict.fromkeys(pieces)]
 
@@ -172,7 +172,7 @@ def _shortened(piece: str) -> str:
 
 
 def _own_words(row: Row) -> list[str]:
-    """What the row itself says outside its responses, in order."""
+    """The texts of a row's messages, in order."""
     return [message.content.strip() for message in row.messages if message.content.strip()]
 
 

@@ -25,7 +25,7 @@ _CHUNK_CHARACTERS = 1 << 20
 _NEAR_END_CHARACTERS = 16
 #: What may stand before the first character: blanks, and the mark that some editors write.
 _BLANK_BYTES = b" \t\r\n" + codecs.BOM_UTF8
-#: A parsed but unchecked row with the words that say where it stands.
+#: A parsed but unchecked row with the words that locate it.
 Located = tuple[str, Any]
 
 
@@ -62,7 +62,7 @@ def _reading_errors(name: str) -> Iterator[None]:
 
 
 def _words(error: Exception, *, column: bool = True) -> str:
-    """What is wrong with a JSON text."""
+    """The fault of a JSON text, in words."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at column {error.colno}" if column else error.msg
     if isinstance(error, RecursionError):

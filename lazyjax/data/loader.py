@@ -88,7 +88,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EpochSummary:
-    """What one epoch holds, counted before any batch is made.
+    """The contents of one epoch, counted before any batch is made.
 
     Attributes:
         rows: rows in its batches, each as often as it is met.

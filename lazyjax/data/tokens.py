@@ -262,7 +262,7 @@ class _Tokenizing:
             raise DataError(f"{self._source.name}, row {number + 1}: {error}") from error
 
     def _fit(self, number: int, row: Row, one: chat.Encoded) -> list[chat.Encoded]:
-        """What is kept of an encoded row, and notes of which row it is."""
+        """The pieces of an encoded row that are kept; also notes which row they are of."""
         length = len(one.tokens_T)
         self._full_lengths.append(length)
         over = length > self._limit

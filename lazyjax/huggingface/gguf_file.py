@@ -2,8 +2,8 @@
 
 What llama.cpp expects of each family is facts about its converter (ggml-org/llama.cpp,
 convert_hf_to_gguf.py): names, which projections have their rotation pairs side by side, norms stored
-with their offset of one, value heads of the delta net in tiled order, and vectors in float32 whatever
-the rest is. Everything but -exp(A_log), the offset and a rounding to bfloat16 is a rearrangement.
+with their offset of one, value heads of the delta net in tiled order, and vectors in float32 beside
+matrices of either type. Everything but -exp(A_log), the offset and a rounding to bfloat16 is a rearrangement.
 """
 
 from __future__ import annotations

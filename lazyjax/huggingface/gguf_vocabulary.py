@@ -38,7 +38,7 @@ def read_vocabulary(tokenizer: Any, folder: Path, size: int, rule: str | None) -
     Args:
         rule: llama.cpp's name of the splitting rule; None finds it.
 
-    Raises CheckpointError for a tokenizer that is no byte-level BPE, has more tokens than the model, or
+    Raises CheckpointError for a tokenizer other than byte-level BPE, has more tokens than the model, or
     splits by a rule whose name is not known.
     """
     import gguf

@@ -1,4 +1,4 @@
-"""What import and export need of whoever holds a model's parameters, and folders as such holders."""
+"""The interface between import or export and the holder of a model's parameters; folders as such holders."""
 
 from __future__ import annotations
 

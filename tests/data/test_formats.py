@@ -1,4 +1,4 @@
-"""What a row of each format says, and what is refused by name."""
+"""Rows of each format, and the rows that are refused by name."""
 
 from __future__ import annotations
 

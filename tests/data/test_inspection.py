@@ -1,4 +1,4 @@
-"""What `lazyjax inspect-data` says of data, and that it says it before anything else is touched."""
+"""`lazyjax inspect-data`: the words it has for data, before anything else is touched."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.huggingface.architectures import SMALL
 
 @pytest.fixture
 def run(tmp_path: pathlib.Path) -> pathlib.Path:
-    """What a run leaves: its folder with a bfloat16 model and the tokenizer."""
+    """The remains of a run: its folder with a bfloat16 model and the tokenizer."""
     template = build_template(SMALL["qwen3"].model_copy(update={"vocab_size": 2048}))
     store = allocate_host_store(template.spec)
     random = np.random.default_rng(0)
