@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lazyjax.config import ConfigError, DataConfig, load_config
+from lazyjax.config import ConfigError, DataConfig, dump_config, load_config, with_absolute_paths
 from lazyjax.data import chat
 from lazyjax.data.batches import load_data_tokenizer, read_batches, read_sides
 from lazyjax.data.mixture import epoch_rows, join
@@ -172,3 +172,27 @@ def test_joined_rows_are_the_rows() -> None:
     for index, original in enumerate(originals):
         np.testing.assert_array_equal(joined.row(index).tokens_T, original.tokens_T)
         np.testing.assert_array_equal(joined.row(index).response_T, original.response_T)
+
+
+def test_a_record_means_the_same_from_everywhere(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl", "v.jsonl", "t.jinja"):
+        (tmp_path / name).write_text("")
+    words = ["--model", "m", "--data", "[a.jsonl, {source: b.jsonl, weight: 2}, problems]"]
+    words += ["--data.validation", "v.jsonl", "--data.chat-template", "t.jinja"]
+    config = with_absolute_paths(load_config(None, words))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = load_config(tmp_path / "config.yaml").data
+    assert again == config.data
+    assert [one.source for one in again.sources] == [
+        str(tmp_path / "a.jsonl"),
+        str(tmp_path / "b.jsonl"),
+        "problems",
+    ]
+    assert [one.weight for one in again.sources] == [1, 2, 1]
+    assert again.validation == str(tmp_path / "v.jsonl")
+    assert again.chat_template == str(tmp_path / "t.jinja")
