@@ -130,8 +130,8 @@ def comparison(lines: Sequence[ComparisonRow], request: Request) -> Table:
         for line in lines
     ):
         table.caption = (
-            "Model TFLOPS are 6 N tokens/s; N counts the embedding table, which multiplies nothing,\n"
-            "so they may exceed the executed ones."
+            "Model TFLOPS are 6 N tokens/s; N counts the embedding table,\n"
+            "which multiplies nothing: they may exceed the executed ones."
         )
     return table
 
