@@ -13,8 +13,10 @@ from lazyjax.models.architecture import (
     DynamicScaling,
     Qwen2Architecture,
     Qwen3Architecture,
+    Qwen35Architecture,
     Rope,
 )
+from lazyjax.models.families import registered
 
 
 def to_hf_config(config: Architecture) -> dict[str, Any]:
@@ -23,6 +25,8 @@ def to_hf_config(config: Architecture) -> dict[str, Any]:
     What an architecture does not state (e.g. the longest context, unless the rotary embedding depends
     on it) is left to Transformers' defaults.
     """
+    if not isinstance(config, Qwen2Architecture | Qwen3Architecture | Qwen35Architecture):
+        return registered(config.family).write_config(config)
     rope = _rope_parameters(config.rope)
     common = {
         "attention_bias": False,

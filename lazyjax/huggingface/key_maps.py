@@ -20,6 +20,7 @@ from typing import assert_never
 import numpy as np
 from jaxtyping import Shaped
 
+from lazyjax.models.families import registered
 from lazyjax.models.template import ModelTemplate
 
 
@@ -166,7 +167,16 @@ def output_table_key() -> str:
 
 def is_rest(family: str, key: str) -> bool:
     """Whether `key` belongs to what may stand beside the text model of `family`."""
-    return re.fullmatch(_REST[family], key) is not None
+    return family in _REST and re.fullmatch(_REST[family], key) is not None
+
+
+def _block_rules(family: str) -> tuple[Rule, ...]:
+    if family in BLOCK_RULES:
+        return BLOCK_RULES[family]
+    return tuple(
+        Rule(parameter, key, Transform(transform))
+        for parameter, (key, transform) in registered(family).keys.items()
+    )
 
 
 def key_map(template: ModelTemplate, prefix: str = "model.") -> tuple[Entry, ...]:
@@ -176,7 +186,7 @@ def key_map(template: ModelTemplate, prefix: str = "model.") -> tuple[Entry, ...
         KeyError: the family has no table, or a parameter no rule: the tables are incomplete.
     """
     spec = template.spec
-    blocks = {rule.parameter: rule for rule in BLOCK_RULES[spec.family]}
+    blocks = {rule.parameter: rule for rule in _block_rules(spec.family)}
     embed = {rule.parameter: rule for rule in _EMBED}
     head = {rule.parameter: rule for rule in (_FINAL_NORM, _OUTPUT_TABLE)}
     last = len(spec.layers) - 1

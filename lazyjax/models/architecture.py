@@ -88,8 +88,10 @@ class Rope(_Frozen):
     scaling: RopeScaling | None = None
 
 
-class _Common(_Frozen):
-    """What all families share."""
+class Architecture(_Frozen):
+    """What all families share; each is a subclass with a `family` of its own."""
+
+    family: str
 
     name: str = pydantic.Field(min_length=1)
     vocab_size: int = pydantic.Field(gt=0)
@@ -110,7 +112,7 @@ class _Common(_Frozen):
         return int(self.head_dim * self.rope.partial_rotary_factor)
 
     @pydantic.model_validator(mode="after")
-    def _heads_fit(self) -> _Common:
+    def _heads_fit(self) -> Architecture:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads ({self.num_key_value_heads}) must divide "
@@ -124,20 +126,20 @@ class _Common(_Frozen):
         return self
 
 
-class Qwen2Architecture(_Common):
+class Qwen2Architecture(Architecture):
     """Qwen2, Qwen2.5 (`qkv_bias`) and Llama-type models such as SmolLM2 (no bias)."""
 
     family: Literal["qwen2"] = "qwen2"
     qkv_bias: bool
 
 
-class Qwen3Architecture(_Common):
+class Qwen3Architecture(Architecture):
     """Qwen3: RMSNorm on every query and key head, no bias, explicit head size."""
 
     family: Literal["qwen3"] = "qwen3"
 
 
-class Qwen35Architecture(_Common):
+class Qwen35Architecture(Architecture):
     """The text model of Qwen3.5 and Qwen3.6: gated delta net and gated full attention, mixed.
 
     `layer_types` names the mixer of every block. The linear layers have
@@ -166,6 +168,3 @@ class Qwen35Architecture(_Common):
                 f"linear_num_value_heads ({self.linear_num_value_heads})"
             )
         return self
-
-
-Architecture = Qwen2Architecture | Qwen3Architecture | Qwen35Architecture

@@ -21,6 +21,7 @@ from lazyjax.models.architecture import (
     Qwen3Architecture,
     Qwen35Architecture,
 )
+from lazyjax.models.families import family_of, registered_model_types
 
 #: Values that a key, where it is present, must have.
 _REQUIRED_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -85,10 +86,12 @@ def parse_hf_config(document: Mapping[str, Any], *, name: str | None = None) -> 
         ArchitectureError: naming the key that is missing, or has a value that is not implemented.
     """
     model_type = _get(document, "model_type")
+    own = family_of(model_type) if isinstance(model_type, str) else None
+    if own is not None:
+        return own.read_config(document, model_type if name is None else name)
     if model_type not in MODEL_TYPES:
-        raise ArchitectureError(
-            f"model_type {model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}"
-        )
+        known = ", ".join((*MODEL_TYPES, *registered_model_types()))
+        raise ArchitectureError(f"model_type {model_type!r} is not supported; supported: {known}")
     text = _text_model(document, model_type)
     for key, allowed in _REQUIRED_VALUES.items():
         read = key not in _READ_BY or model_type in _READ_BY[key]

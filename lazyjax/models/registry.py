@@ -20,6 +20,7 @@ from lazyjax.models.architecture import (
     Qwen3Architecture,
     Qwen35Architecture,
 )
+from lazyjax.models.families import registered
 from lazyjax.models.hf_config import parse_hf_config
 from lazyjax.models.kinds import block_kind, embed_kind
 from lazyjax.models.layers import Embed, Head
@@ -57,6 +58,8 @@ def _blocks(config: Architecture, attention: str) -> tuple[tuple[LayerKind, ...]
             return qwen3.block_kinds(config, attention), ("full_attention",) * config.num_hidden_layers
         case Qwen35Architecture():
             return qwen3_5.block_kinds(config, attention), config.layer_types
+        case _:
+            return registered(config.family).blocks(config, attention)
 
 
 def build_template(config: Architecture, attention: str = "blockwise") -> ModelTemplate:
@@ -70,7 +73,10 @@ def build_template(config: Architecture, attention: str = "blockwise") -> ModelT
 
 @functools.cache
 def _build(config: Architecture, attention: str) -> ModelTemplate:
-    zero_centered = isinstance(config, Qwen35Architecture)
+    if isinstance(config, Qwen2Architecture | Qwen3Architecture | Qwen35Architecture):
+        zero_centered = isinstance(config, Qwen35Architecture)
+    else:
+        zero_centered = registered(config.family).zero_centered
     embed = embed_kind(
         lambda rngs: Embed(config.vocab_size, config.hidden_size, stddev=config.initializer_range, rngs=rngs)
     )
