@@ -6,7 +6,8 @@
 First every layer resident, the same batch as the peer's: prompts of one length, all rows to their last
 token, float32 greedy in both; rounds alternate and medians are compared. Then every layer streamed, 64 rows:
 seconds of a step against what the cost model says from the timed parts (`lazyjax.execution.decode_timing`).
-Wants a machine without other load; takes about three minutes on 2 cores with SmolLM2-135M.
+Wants a machine without other load; takes about three minutes on 2 cores with SmolLM2-135M. CPU seconds
+are printed beside: under other load they still compare, with one thread each (`taskset -c 0`).
 Expected: at least as many tokens per second as Transformers; the streamed step within 10 % of its prediction.
 """
 
@@ -46,13 +47,14 @@ class Peer:
             raise RuntimeError(f"{python}: the peer did not start")
         self.versions = " ".join(ready[1:])
 
-    def seconds(self) -> float:
-        """Of one batch."""
+    def seconds(self) -> tuple[float, float]:
+        """Of one batch: wall and CPU."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
-        return float(self._process.stdout.readline())
+        wall, cpu = map(float, self._process.stdout.readline().split())
+        return wall, cpu
 
     def close(self) -> None:
         """Ends it."""
@@ -61,8 +63,8 @@ class Peer:
         self._process.wait()
 
 
-def own_seconds(model: Model, rows: int, prompt_tokens: int, new_tokens: int) -> float:
-    """One batch with every layer resident, prompts and all, as a user has it."""
+def own_seconds(model: Model, rows: int, prompt_tokens: int, new_tokens: int) -> tuple[float, float]:
+    """One batch with every layer resident, prompts and all, as a user has it: wall and CPU seconds."""
     rng = np.random.default_rng(0)
     vocabulary = model.template.spec.vocabulary_size
     prompts = [
@@ -71,9 +73,9 @@ def own_seconds(model: Model, rows: int, prompt_tokens: int, new_tokens: int) ->
     tokens = prompt_tokens + new_tokens
     uses = DecodeSizes(model.template, tokens).uses
     decoder = Decoder(model.kernels, model.store, DecodePlan(rows, tokens, uses), Sampling())
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     list(generate(decoder, prompts, stop_tokens=(), new_tokens=new_tokens))
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - start, time.process_time() - used
     decoder.close()
     return seconds
 
@@ -90,6 +92,11 @@ def streamed_step_seconds(model: Model, tokens: int, steps: int) -> list[float]:
         seconds.append(time.perf_counter() - start)
     decoder.close()
     return seconds[1:]  # the first compiles
+
+
+def _show(name: str, rounds: list[tuple[float, float]], tokens: int) -> None:
+    wall, cpu = (statistics.median(one[i] for one in rounds) for i in (0, 1))
+    print(f"{name}: {tokens / wall:.1f} tokens/s, {cpu:.2f} CPU seconds a batch")
 
 
 def main() -> None:
@@ -113,12 +120,15 @@ def main() -> None:
         own.append(own_seconds(model, *shape))
         if peer is not None:
             others.append(peer.seconds())
-    written = options.rows * options.new_tokens
-    print(f"{shape[0]} rows, {shape[1]} prompt and {shape[2]} new tokens, float32")
-    print(f"lazyjax, all resident: {written / statistics.median(own):.1f} tokens/s")
+    print(f"{shape[0]} rows, {shape[1]} prompt and {shape[2]} new tokens, float32, {words[-1]} thread(s)")
+    _show("lazyjax, all resident", own, options.rows * options.new_tokens)
     if peer is not None:
-        print(f"Transformers ({peer.versions}): {written / statistics.median(others):.1f} tokens/s")
-        print(f"ratio {statistics.median(others) / statistics.median(own):.2f}")
+        _show(f"Transformers ({peer.versions})", others, options.rows * options.new_tokens)
+        ratios = [
+            statistics.median(one[i] for one in others) / statistics.median(one[i] for one in own)
+            for i in (0, 1)
+        ]
+        print(f"tokens per second {ratios[0]:.2f} times theirs; by CPU seconds {ratios[1]:.2f}")
         peer.close()
     if not options.no_streamed:
         tokens = 128

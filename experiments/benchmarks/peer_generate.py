@@ -1,8 +1,8 @@
 """Transformers' `generate`, a batch per line of standard input.
 
 Run by `decode_speed.py` with an interpreter that has torch and transformers; imports nothing of this project.
-Arguments: model folder, rows, prompt tokens, new tokens, threads. Prints "ready" and the versions, then the
-seconds of one call per line read.
+Arguments: model folder, rows, prompt tokens, new tokens, threads. Prints "ready" and the versions, then per
+line read the seconds and CPU seconds of one call.
 """
 
 import sys
@@ -35,6 +35,6 @@ def generate() -> None:
 generate()
 print("ready", torch.__version__, transformers.__version__, flush=True)
 for _ in sys.stdin:
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     generate()
-    print(time.perf_counter() - start, flush=True)
+    print(time.perf_counter() - start, time.process_time() - used, flush=True)
