@@ -47,9 +47,6 @@ class EagerWork:
         return (SaveSet((), 0, seconds(self.work(kind, Action.BACKWARD, ()))),)
 
 
-#: Operations on less only reckon where a loop's blocks lie, which a fused kernel does by itself.
-_INDEX_BYTES = 1024
-
 
 @functools.lru_cache(maxsize=1024)
 def _eager(source: EagerWork, kind: str, phase: Action) -> tuple[Work, int]:
@@ -62,13 +59,14 @@ def _eager(source: EagerWork, kind: str, phase: Action) -> tuple[Work, int]:
     copy = Work({Kernel(0, 2 * slab_bytes): 1})
     forward = _on_chip(forward_graph(layer_kind, compiled.shape, compiled.rows))
     named = named_bytes(layer_kind, compiled.shape, compiled.rows)
-    forward_bytes, backward_bytes = _part_bytes(named)
-    forward_work = eager_work(forward) + Work({Kernel(0, forward_bytes): 1})
+    hidden = compiled.rows * compiled.shape.sequence_length * compiled.shape.hidden_size
+    forward_bytes, backward_bytes = _part_bytes(hidden, named)
+    forward_work = products(forward) + Work({Kernel(0, forward_bytes): 1})
     if phase is not Action.BACKWARD:
         return forward_work + copy, forward.peak_bytes() + slab_bytes
     names = layer_kind.residual_names
-    pure = _on_chip(_with_bf16_gradients(backward_graph(layer_kind, compiled.shape, compiled.rows, names)))
-    back = eager_work(pure) + Work({Kernel(0, backward_bytes): 1})
+    pure = _on_chip(backward_graph(layer_kind, compiled.shape, compiled.rows, names))
+    back = products(pure) + Work({Kernel(0, backward_bytes): 1})
     # Autograd holds every result of the forward pass until the backward pass has used it.
     held = sum(
         forward.sizes[value]
@@ -79,8 +77,16 @@ def _eager(source: EagerWork, kind: str, phase: Action) -> tuple[Work, int]:
     return forward_work + back + copy, held + _held_parts(named) + 2 * slab_bytes
 
 
-def _part_bytes(named: Mapping[str, int]) -> tuple[int, int]:
-    """Bytes that the kernels inside an MLP and a delta rule move, forward and back.
+#: Bytes per element of the residual stream that a block's two norms and two additions move, as
+#: Transformers writes them (bf16 2, fp32 4 bytes). A norm: to fp32 (2+4), square (4+4), mean (4), times the
+#: inverse root (4+4), to bf16 (4+2), times the weight (2+2). Back: weight (6+2) and input (2+2) of that
+#: product, to fp32 (2+4), of the product with the root (4+4), of the root (8+4, 4), of the mean's square
+#: (4+4), their sum (8+4), to bf16 (4+2). An addition: 4+2, and its gradient's 4+2.
+_STREAM_BYTES, _STREAM_GRADIENT_BYTES = 2 * 36 + 2 * 6, 2 * 68 + 2 * 6
+
+
+def _part_bytes(hidden_elements: int, named: Mapping[str, int]) -> tuple[int, int]:
+    """Bytes that everything but products moves, forward and back.
 
     The gate's: silu reads and writes, the product reads two and writes; three kernels for gradients
     that read two and write one. Of flash-linear-attention's, counted from its list of kernels, what
@@ -88,7 +94,8 @@ def _part_bytes(named: Mapping[str, int]) -> tuple[int, int]:
     norm; back the same again, and their gradients.
     """
     gate = named["gate"]
-    forward, backward = 5 * gate, 9 * gate
+    forward = _STREAM_BYTES * hidden_elements + 5 * gate
+    backward = _STREAM_GRADIENT_BYTES * hidden_elements + 9 * gate
     if "delta_states" in named:
         qkv, out, states = named["delta_qkv"], named["delta_out"], named["delta_states"] // 2
         forward += 3 * qkv + 10 * out + 2 * states
@@ -104,20 +111,6 @@ def _held_parts(named: Mapping[str, int]) -> int:
     return held
 
 
-def _with_bf16_gradients(graph: Graph) -> Graph:
-    """A backward pass that ends with the gradients as products leave them, not in one fp32 slab."""
-    made_by = {value: node for node in graph.nodes for value in node.outputs}
-    *others, slab = graph.outputs
-
-    def root(value: int) -> int:
-        while value in made_by and made_by[value].primitive in (*VIEWS, "convert_element_type"):
-            value = made_by[value].inputs[0]
-        return value
-
-    joined = made_by[slab].inputs if slab in made_by else (slab,)
-    return graph.needed((*others, *(root(value) for value in joined)))
-
-
 def _on_chip(graph: Graph) -> Graph:
     """The graph where what is inside mixers and MLPs takes no memory. A loop is a mixer's: one kernel."""
     sizes = tuple(0 if value in graph.inside else size for value, size in enumerate(graph.sizes))
@@ -129,15 +122,14 @@ def _on_chip(graph: Graph) -> Graph:
     return dataclasses.replace(graph, nodes=tuple(nodes), sizes=sizes)
 
 
-def eager_work(graph: Graph) -> Work:
-    """One kernel per operation."""
+def products(graph: Graph) -> Work:
+    """The matrix products of a graph, each with its operands and result."""
     kernels: Counter[Kernel] = Counter()
     for node in graph.nodes:
         for kernel, count in node.inner:
-            kernels[kernel] += count
-        if node.primitive in VIEWS or node.primitive in ("scan", "cond", "iota"):
-            continue
-        moved = sum(graph.sizes[value] for value in (*node.inputs, *node.outputs))
-        if moved > _INDEX_BYTES or node.flops:
+            if kernel.flops:
+                kernels[kernel] += count
+        if node.flops:
+            moved = sum(graph.sizes[value] for value in (*node.inputs, *node.outputs))
             kernels[Kernel(node.flops, moved)] += 1
     return Work(kernels)
