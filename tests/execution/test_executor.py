@@ -196,8 +196,9 @@ def test_bad_batches_are_refused(tmp_path: pathlib.Path) -> None:
 def test_plan_that_does_not_fit_is_refused(tmp_path: pathlib.Path) -> None:
     with executor_for(MODEL, mixed_plan(MODEL, 1), tmp_path) as (executor, _):
         other = tiny.template("qwen3", tied=False)
-        with pytest.raises(PlanError, match="model"):
-            executor.set_plan(mixed_plan(other, 1))
+        made_for = {"architecture": other.spec.architecture}
+        with pytest.raises(PlanError, match="architecture"):
+            executor.set_plan(mixed_plan(other, 1).model_copy(update=made_for))
 
 
 def test_shorter_sequences_run_under_the_same_plan(tmp_path: pathlib.Path) -> None:
