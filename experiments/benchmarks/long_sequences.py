@@ -20,9 +20,8 @@ import argparse
 import contextlib
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,6 @@ from experiments.benchmarks.provenance import provenance
 from lazyjax.batch import Batch
 from lazyjax.execution.build import build_executor
 from lazyjax.hardware.profile import load_profile
-from lazyjax.models import layers
 from lazyjax.models.architecture import Qwen2Architecture, Rope
 from lazyjax.models.attention import blockwise_attention, dense_attention
 from lazyjax.models.registry import architecture, build_template, init_parameters
@@ -56,17 +54,6 @@ PLANS = [
 ]
 
 
-@contextlib.contextmanager
-def dense_blocks() -> Iterator[None]:
-    """Layers traced within attend in the dense form."""
-
-    def dense(q: Any, k: Any, v: Any, segments: Any, scale: float) -> Any:
-        return dense_attention(q, k, v, segments, scale)
-
-    with mock.patch.object(layers, "blockwise_attention", dense):
-        yield
-
-
 def temporary_bytes(kind: LayerKind, shape: CallShape) -> tuple[int, int]:
     """Of the forward and of the backward program on one row, by XLA."""
     inputs = kind_inputs(kind, shape.hidden_size, 1, shape.sequence_length, shape.compute_dtype)
@@ -88,16 +75,14 @@ def temporary_bytes(kind: LayerKind, shape: CallShape) -> tuple[int, int]:
 
 def memory(model: str = "Qwen2.5-7B") -> None:
     """See the module."""
-    template = build_template(architecture(model))
     print(f"{model}, one block, one row, bfloat16: temporary MiB forward / backward\n")
     print("| tokens | dense | blockwise | blockwise, chunks of 2048 |\n|---|---|---|---|")
     for tokens in MEMORY_TOKENS:
-        shape = CallShape(template.spec.hidden_size, tokens, "bfloat16")
         cells = []
-        for width, dense in ((None, True), (None, False), (CHUNK, False)):
-            kind = template.in_chunks(width).kinds["full_attention"]
-            with dense_blocks() if dense else contextlib.nullcontext():
-                forward, backward = temporary_bytes(kind, shape)
+        for attention, width in (("dense", None), ("blockwise", None), ("blockwise", CHUNK)):
+            template = build_template(architecture(model), attention).in_chunks(width)
+            shape = CallShape(template.spec.hidden_size, tokens, "bfloat16")
+            forward, backward = temporary_bytes(template.kinds["full_attention"], shape)
             cells.append(f"{forward / 2**20:,.0f} / {backward / 2**20:,.0f}")
         print(f"| {tokens:,} | {' | '.join(cells)} |", flush=True)
 
