@@ -20,14 +20,34 @@ Command = Callable[[Sequence[str]], int | None]
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Fine-tune: lazyjax train [CONFIG.yaml] [--model FOLDER] [--data FILE] [--GROUP.KEY VALUE ...]."""
-    from lazyjax.config import load_command_line
+    """Fine-tune: lazyjax train [CONFIG.yaml] [--resume RUN] [--model DIR] [--data FILE] [--GROUP.KEY ...]."""
+    run, rest = _split_resume(arguments)
+    if run is None:
+        from lazyjax.config import load_command_line
 
-    config = load_command_line(arguments)
+        config, resume = load_command_line(rest), None
+    else:
+        from lazyjax.training.resume import read_resume
+
+        config, resume = read_resume(run, rest)
     from lazyjax.training import setup
     from lazyjax.training.interrupt import exit_status
 
-    return exit_status(setup.train(config, Console())["reason"])
+    return exit_status(setup.train(config, Console(), resume)["reason"])
+
+
+def _split_resume(arguments: Sequence[str]) -> tuple[pathlib.Path | None, list[str]]:
+    """The run that is to go on, and the other arguments."""
+    rest, run = list(arguments), None
+    for index, word in enumerate(rest):
+        name, equals, value = word.partition("=")
+        if name == "--resume":
+            if not equals and index + 1 == len(rest):
+                raise ValueError("--resume: name the folder of a run")
+            run = pathlib.Path(value if equals else rest.pop(index + 1))
+            del rest[index]
+            break
+    return run, rest
 
 
 def plan(arguments: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from lazyjax.config.keys import (
     DEFAULT_OPTIMIZER,
     SMALLEST_EPSILON,
+    CheckpointsConfig,
     Config,
     ConfigError,
     DataConfig,
@@ -18,6 +19,7 @@ from lazyjax.config.reading import UniqueKeyLoader, dump_config, load_command_li
 __all__ = [
     "DEFAULT_OPTIMIZER",
     "SMALLEST_EPSILON",
+    "CheckpointsConfig",
     "Config",
     "ConfigError",
     "DataConfig",

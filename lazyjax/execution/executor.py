@@ -136,6 +136,12 @@ class Executor:
         self.updates.place_states(on_nvme, self._drive)
         self.plan, self.schedule = plan, schedule
 
+    def continue_from(self, *, applied_steps: int, skipped_steps: int, skipped_in_a_row: int) -> None:
+        """Counts on from another process's steps, whose slabs and optimizer state are in place."""
+        self.applied_steps, self.skipped_steps = applied_steps, skipped_steps
+        self._skipped_in_a_row = skipped_in_a_row
+        self._steps = applied_steps + skipped_steps
+
     def train_step(self, batch: Batch, learning_rate: float) -> StepResult:
         """One step: loss and gradients of `batch`, then the update (or its deferral).
 

@@ -41,11 +41,13 @@ class HostUpdates:
         self._scratch: list[HostState] = []
         self._most_copies = 0
         self._lock = threading.Lock()
+        #: Called with a layer before its slabs or its state change or move; waits until they may.
+        self.before_change: Callable[[int], None] = lambda layer: None
 
     def place_states(self, on_nvme: Iterable[int], drive: Drive | None) -> None:
         """Moves the states of the layers in `on_nvme` to the drive and all others to the host.
 
-        Must not run while updates are queued. BufferRole was used before stays where it was until everything
+        Must not run while updates are queued. What was used before stays where it was until everything
         has arrived, so that after an error the states are as before.
 
         Raises:
@@ -53,6 +55,8 @@ class HostUpdates:
         """
         wanted = set(on_nvme)
         leaving, coming = wanted - self._on_nvme, self._on_nvme - wanted
+        for layer in leaving | coming:
+            self.before_change(layer)
         for layer in sorted(leaving):
             assert drive is not None
             state = self._on_host[layer] if layer in self._on_host else self._create(layer)
@@ -83,6 +87,13 @@ class HostUpdates:
         self._start_reading(layer, copy)()
         return copy
 
+    def write_state(self, layer: int, state: HostState) -> None:
+        """Puts back what `read_state` gave, with new contents; must not run while updates are queued."""
+        if layer in self._on_nvme:
+            assert self._drive is not None
+            drive = self._drive
+            _finish([drive.write(_key(layer, name), _raw(array)) for name, array in state.items()])
+
     def _state(self, layer: int) -> HostState:
         if layer not in self._on_host:
             self._on_host[layer] = self._create(layer)
@@ -97,6 +108,7 @@ class HostUpdates:
 
     def update(self, layer: int, step: UpdateStep) -> None:
         """One optimizer step on a layer's slabs; a state on NVMe has to be loaded."""
+        self.before_change(layer)
         self._optimizer.update(
             self._store.layers[layer],
             self._borrowed[layer] if layer in self._on_nvme else self._state(layer),

@@ -26,12 +26,14 @@ from lazyjax.huggingface.tensor_files import CheckpointError
 from lazyjax.planning.plan.document import Plan
 from lazyjax.timeline import Timeline
 from lazyjax.training.answering import ExactMatchMetrics, Stage
+from lazyjax.training.checkpoints import Position
 from lazyjax.training.display import Display
-from lazyjax.training.interrupt import StopRequest
+from lazyjax.training.interrupt import StoppedAtOnce, StopRequest
 from lazyjax.training.metrics import CompileClock, EvaluationMetrics, MetricsLog, StepMetrics, step_metrics
 from lazyjax.training.records import write_somewhere
 from lazyjax.training.replanning import Replan
 from lazyjax.training.run_folder import RunFolder
+from lazyjax.training.saving import Saver
 
 #: The first two of a run that goes on; `process` in the summary then says which one it is.
 Status = Literal["running", "saving", "finished", "interrupted", "failed"]
@@ -92,6 +94,26 @@ class TrainingSchedule:
         return len(self.learning_rates)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Start:
+    """Where a resumed run goes on.
+
+    Attributes:
+        steps, evaluations, scores: what was recorded until then.
+        metrics: position of the metrics log.
+    """
+
+    steps: tuple[StepMetrics, ...]
+    evaluations: tuple[EvaluationMetrics, ...]
+    scores: tuple[ExactMatchMetrics, ...]
+    metrics: Mapping[str, Any]
+
+    @property
+    def last_step(self) -> int:
+        """The step after which it goes on."""
+        return self.steps[-1].step
+
+
 class Trainer:
     """Runs one schedule.
 
@@ -107,6 +129,9 @@ class Trainer:
         save_model: writes the model as it is and returns its folder; None saves none.
         answers: scores held-out rows at a stage, after a step, unless it is stopped meanwhile; gives None
             where it has no rows.
+        saver: saves checkpoints; None saves none.
+        start: where a resumed run goes on; None: at the beginning.
+        max_seconds: of this process, after which the run is stopped as by a signal.
     """
 
     def __init__(
@@ -123,15 +148,19 @@ class Trainer:
         after_step: Callable[[int, StepResult], Replan | None] = lambda step, result: None,
         save_model: Callable[[], pathlib.Path] | None = None,
         answers: Answers = no_answers,
+        saver: Saver | None = None,
+        start: Start | None = None,
+        max_seconds: float = math.inf,
     ) -> None:
         self._executor, self._batches, self._evaluation = executor, batches, evaluation
         self._schedule, self._parameter_count = schedule, parameter_count
         self._folder, self._display, self._facts = folder, display, dict(facts)
         self._after_step, self._save_model, self._answers = after_step, save_model, answers
+        self._saver, self._begin, self._max_seconds = saver, start, max_seconds
         self._stop = StopRequest()
-        self._steps: list[StepMetrics] = []
-        self._evaluations: list[EvaluationMetrics] = []
-        self._scores: list[ExactMatchMetrics] = []
+        self._steps: list[StepMetrics] = [] if start is None else list(start.steps)
+        self._evaluations: list[EvaluationMetrics] = [] if start is None else list(start.evaluations)
+        self._scores: list[ExactMatchMetrics] = [] if start is None else list(start.scores)
         self._start = self._summarized = time.perf_counter()
         self._summary_fails = False
 
@@ -147,10 +176,21 @@ class Trainer:
         with self._stop.listening(self._display.say), contextlib.closing(CompileClock()) as clock:
             return self._run(clock)
 
+    def close(self) -> None:
+        """Waits for a checkpoint that is being saved."""
+        if self._saver is not None:
+            self._saver.wait()
+
     def _run(self, clock: CompileClock) -> dict[str, Any]:
         self._start = time.perf_counter()
         self._keep_summary("running")
-        log = MetricsLog(self._folder.metrics, self._folder.tensorboard, self._display.say)
+        log = MetricsLog(
+            self._folder.metrics,
+            self._folder.tensorboard,
+            self._display.say,
+            position=None if self._begin is None else self._begin.metrics,
+            first_step=0 if self._begin is None else self._last_step + 1,
+        )
         self._display.start()
         failure: BaseException | None = None
         try:
@@ -158,6 +198,7 @@ class Trainer:
         except BaseException as error:
             failure = error
             self._stop.writing("the records are being written")
+            self._end_saving(error)
         # A signal after this comes too late to have ended anything.
         stopped, model = self._stop.reason, None
         self._display.stop()
@@ -178,17 +219,22 @@ class Trainer:
             raise failure
         return summary
 
+    @property
+    def _last_step(self) -> int:
+        return self._steps[-1].step if self._steps else 0
+
     def _train(self, log: MetricsLog, clock: CompileClock) -> None:
-        self._evaluate(0, log)
-        self._answer("before", 0, log)
-        for step in range(1, self._schedule.steps + 1):
+        first = self._last_step + 1
+        self._look(self._last_step, log)
+        for step in range(first, self._schedule.steps + 1):
             if self._stop:
                 break
             self._step(step, log, clock)
-            every = self._schedule.evaluate_every
-            if every and step % every == 0 and step < self._schedule.steps:
-                self._evaluate(step, log)
-                self._answer("during", step, log)
+            self._look(step, log)
+            if self._saver is not None and self._saver.due(step) and not self._stop:
+                self._save(self._saver, log)
+            if time.perf_counter() - self._start > self._max_seconds:
+                self._stop.time_is_up()
             if time.perf_counter() - self._summarized > _SUMMARY_SECONDS:
                 self._keep_summary("running")
         # From here on a signal can only lose what was trained.
@@ -197,7 +243,66 @@ class Trainer:
         if self._steps:
             self._stop.writing("the model is evaluated, then saved")
             self._record(lambda: self._folder.write_timeline([self._executor.timeline()]))
-            self._evaluate(self._steps[-1].step, log)
+            self._evaluate(self._last_step, log)
+            self._save_last(log)
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        every = self._schedule.evaluate_every
+        return bool(every) and step % every == 0 and step < self._schedule.steps
+
+    def _look(self, step: int, log: MetricsLog) -> None:
+        """Evaluates and scores where that is due and, in a run that was resumed, not recorded already."""
+        if step and not self._evaluation_is_due(step):
+            return
+        if all(evaluation.step != step for evaluation in self._evaluations):
+            self._evaluate(step, log)
+        if all(score.step != step for score in self._scores):
+            self._answer("during" if step else "before", step, log)
+
+    def _save(self, saver: Saver, log: MetricsLog) -> None:
+        """Begins a checkpoint of the last step."""
+        self._executor.flush()
+        self._record(log.sync)
+        last = self._steps[-1]
+        skipped_in_a_row = 0
+        for step in reversed(self._steps):
+            if not step.skipped:
+                break
+            skipped_in_a_row += 1
+        skipped = sum(step.skipped for step in self._steps)
+        position = Position(
+            step=last.step,
+            applied_steps=last.step - skipped,
+            skipped_steps=skipped,
+            skipped_in_a_row=skipped_in_a_row,
+            learning_rate=last.learning_rate,
+            schedule_steps=self._schedule.steps,
+            data=saver.data_state(),
+            seed=saver.seed,
+            metrics=log.position(),
+            evaluation_loss=self._evaluations[-1].loss if self._evaluations else None,
+        )
+        saver.begin(position)
+
+    def _save_last(self, log: MetricsLog) -> None:
+        """A run that was stopped can go on; one that is finished, if it has made checkpoints before."""
+        saver = self._saver
+        if saver is None or not saver.enabled:
+            return
+        saver.wait()
+        if saver.last_step != self._last_step and (self._stop or saver.last_step is not None):
+            self._stop.writing("a checkpoint is being written")
+            self._save(saver, log)
+            saver.wait()
+
+    def _end_saving(self, failure: BaseException) -> None:
+        """What is being saved is of a whole step, and worth waiting for unless someone does not wait."""
+        if self._saver is None:
+            return
+        if isinstance(failure, StoppedAtOnce):
+            self._saver.abandon()
+        else:
+            self._saver.wait()
 
     def _step(self, step: int, log: MetricsLog, clock: CompileClock) -> None:
         start, compiled = time.perf_counter(), clock.seconds

@@ -15,7 +15,7 @@ import pathlib
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -242,6 +242,26 @@ def read_records(path: pathlib.Path, position: Mapping[str, Any]) -> list[dict[s
         return [json.loads(line) for line in lines]
     except ValueError as error:
         raise ValueError(f"{path}: damaged ({error})") from error
+
+
+def steps_of(records: Iterable[Mapping[str, Any]]) -> tuple[StepMetrics, ...]:
+    """The steps among records that were read back."""
+    return tuple(StepMetrics(**_values(record)) for record in records if record["kind"] == "train")
+
+
+def evaluations_of(records: Iterable[Mapping[str, Any]]) -> tuple[EvaluationMetrics, ...]:
+    """The evaluations among records that were read back."""
+    return tuple(EvaluationMetrics(**_values(record)) for record in records if record["kind"] == "evaluation")
+
+
+def scores_of(records: Iterable[Mapping[str, Any]]) -> tuple[ExactMatchMetrics, ...]:
+    """The scores of answers among records that were read back."""
+    scored = (record for record in records if record["kind"] == "exact_match")
+    return tuple(ExactMatchMetrics(**_values(record)) for record in scored)
+
+
+def _values(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: math.nan if value is None else value for key, value in record.items() if key != "kind"}
 
 
 def _json(value: Any) -> Any:

@@ -8,16 +8,23 @@ tensorboard/    the same numbers for TensorBoard
 timeline.json   the last step's operations, for ui.perfetto.dev
 summary.json    how far the run is or how it ended, on which device, and its main figures
 model/          the trained model as a Hugging Face folder
+checkpoints/    what `lazyjax train --resume` goes on from (`lazyjax.training.checkpoints`)
+
+Of a run that was resumed after step N there may also be config-until-step-N.yaml, plan-until-step-N.json and
+model-until-step-N/.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import fcntl
 import json
+import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lazyjax.config import Config, dump_config, with_absolute_paths
@@ -51,18 +58,52 @@ class RunFolder:
         """Folder of the trained model."""
         return self.path / "model"
 
-    def write_config(self, config: Config) -> None:
-        """Writes config.yaml."""
-        (self.path / "config.yaml").write_text(dump_config(config))
+    @property
+    def checkpoints(self) -> pathlib.Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    def write_config(self, config: Config, *, after_step: int = 0) -> None:
+        """Writes config.yaml, with absolute paths; one that it replaces is kept, if it differs."""
+        # A record repeats the run from every working directory.
+        text = dump_config(with_absolute_paths(config))
+        current = self.path / "config.yaml"
+        if after_step:
+            if current.read_text() == text:
+                return
+            current.rename(self.path / f"config-until-step-{after_step}.yaml")
+        replace_file(current, text)
 
     def write_plan(self, plan: Plan, *, after_step: int = 0) -> None:
         """Writes plan.json; the plan that it replaces after `after_step` steps is kept beside it."""
         current = self.path / "plan.json"
         new = self.path / ".plan.json.new"
         plan.save(new)
-        if after_step:
+        if after_step and current.exists() and current.read_bytes() != new.read_bytes():
             current.rename(self.path / f"plan-until-step-{after_step}.json")
         new.rename(current)
+
+    def make_way_for_model(self, after_step: int) -> None:
+        """Keeps the model that an interrupted run has written, when the resumed one writes its own."""
+        if self.model.exists():
+            self.model.rename(self.path / f"model-until-step-{after_step}")
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes out while one writes.
+
+        Raises:
+            RunFolderError: another one is writing.
+        """
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunFolderError(f"{self.path}: another process is writing this run") from None
+            yield
+        finally:
+            os.close(descriptor)
 
     def write_timeline(self, timelines: Sequence[Timeline]) -> None:
         """Writes timeline.json."""
@@ -95,8 +136,7 @@ def create_run_folder(config: Config, model_name: str) -> RunFolder:
             raise RunFolderError(f"{path} is not empty; choose another run.name or move the folder away")
         resolved = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
         folder = RunFolder(path)
-        # A record repeats the run from every working directory.
-        folder.write_config(with_absolute_paths(resolved))
+        folder.write_config(resolved)
     except OSError as error:
         raise RunFolderError(f"{path}: cannot be written ({error.strerror})") from error
     return folder

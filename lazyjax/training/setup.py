@@ -22,7 +22,8 @@ from rich.console import Console
 
 from lazyjax.config import Config, ConfigError
 from lazyjax.data import chat
-from lazyjax.data.batches import load_data_tokenizer, read_batches
+from lazyjax.data.batches import Batches, load_data_tokenizer, read_batches
+from lazyjax.data.chat import Tokenizer
 from lazyjax.data.loader import Loader
 from lazyjax.data.sources import problems_folder
 from lazyjax.execution.attention_choice import AttentionChoice, Shape, choose_attention
@@ -42,19 +43,22 @@ from lazyjax.optim.base import HostOptimizer
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning.plan.document import Plan
-from lazyjax.runs import read_run
+from lazyjax.runs import RunError, read_run
 from lazyjax.specs import ModelSpec, Tier, item_bytes, slab_layout
 from lazyjax.storage.host import HostStore, allocate_host_store
-from lazyjax.training.answering import ExactMatchEvaluation, read_questions
+from lazyjax.training.answering import ExactMatchEvaluation, Questions, read_questions
 from lazyjax.training.capacity import check_capacity, needed_bytes
+from lazyjax.training.checkpoints import Identity, identity_of
 from lazyjax.training.checks import check_machine
 from lazyjax.training.display import Display, format_bytes, silence_when_closed
 from lazyjax.training.learning_rate import learning_rates
 from lazyjax.training.loop import Trainer, TrainingSchedule, no_answers, plan_facts
 from lazyjax.training.replanning import Replan, make_replanner
+from lazyjax.training.resume import Resume
 from lazyjax.training.run_folder import RunFolder, create_run_folder
+from lazyjax.training.saving import Saver
 from lazyjax.training.screens import plan_sentences, same_device, show_closing, show_facts
-from lazyjax.training.start_plan import choose
+from lazyjax.training.start_plan import Choice, choose
 from lazyjax.training.status import say
 
 
@@ -96,14 +100,29 @@ def training_state_bytes(
     return total
 
 
-def _check_disk(folder: pathlib.Path, needed_bytes: int) -> None:
-    """A model that cannot be written at the end is better known of before training."""
+def _checkpoint_bytes(spec: ModelSpec, optimizer: HostOptimizer) -> int:
+    """Size of one checkpoint: training state without gradients."""
+    state = training_state_bytes(spec, optimizer, gradient_dtype="bfloat16")
+    return state - 2 * sum(slab_layout(layer.parameters).length for layer in spec.layers)
+
+
+def _check_disk(config: Config, model_bytes: int, checkpoint_bytes: int) -> None:
+    """What cannot be written at the end is better known of before training."""
+    folder, keys = config.run.folder, config.checkpoints
+    needed = {"run.save_model to false": ("the trained model", model_bytes if config.run.save_model else 0)}
+    if keys.every_steps is not None or keys.every_minutes is not None:
+        # The next one is whole before an old one goes.
+        count = keys.keep_last + keys.keep_best + 1
+        words = f"{count} checkpoints of {format_bytes(checkpoint_bytes)}"
+        needed["checkpoints.every_steps and every_minutes to null"] = (words, count * checkpoint_bytes)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free_bytes = shutil.disk_usage(existing).free
-    if free_bytes < needed_bytes:
+    free_bytes, total_bytes = shutil.disk_usage(existing).free, sum(size for _, size in needed.values())
+    if free_bytes < total_bytes:
+        what = " and ".join(words for words, size in needed.values() if size)
+        remedies = ", or ".join(key for key, (_, size) in needed.items() if size)
         raise SetupError(
-            f"the trained model takes {format_bytes(needed_bytes)}, {existing} has room for "
-            f"{format_bytes(free_bytes)}: name another run.folder, or set run.save_model to false"
+            f"{what}: {format_bytes(total_bytes)} to write, {existing} has room for "
+            f"{format_bytes(free_bytes)}: name another run.folder, or set {remedies}"
         )
 
 
@@ -132,11 +151,7 @@ def _fill_store(store: HostStore, template: ModelTemplate, checkpoint: Checkpoin
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """Everything of one run, allocated and filled.
-
-    Attributes:
-        chat_template: what rows are written with, where it is not the tokenizer's own.
-    """
+    """Everything of one run, allocated and filled."""
 
     trainer: Trainer
     template: ModelTemplate
@@ -145,19 +160,93 @@ class Prepared:
     executor: Executor
 
 
-@contextlib.contextmanager
-def prepare(config: Config, console: Console) -> Iterator[Prepared]:
-    """Makes everything that `config` asks for; the executor is closed at the end.
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """What a configuration names, read and checked; nothing large is allocated.
 
-    Raises:
-        ValueError: (SetupError, PlanError, DataError, CheckpointError, ...) before anything large is
-            allocated and anything is written.
+    Attributes:
+        chat_template: what rows are written with, where it is not the tokenizer's own.
+        state_bytes: of parameters, gradients and optimizer state.
     """
 
+    config: Config
+    template: ModelTemplate
+    attention: AttentionChoice
+    checkpoint: Checkpoint | None
+    mesh: jax.sharding.Mesh
+    optimizer: HostOptimizer
+    identity: Identity
+    tokenizer: Tokenizer
+    tokenizer_folder: pathlib.Path
+    chat_template: str | None
+    batches: Batches
+    questions: Questions | None
+    schedule: TrainingSchedule
+    state_bytes: int
+
+    def allocate(self, *, fill: bool) -> HostStore:
+        """The slabs, with the weights that training starts from."""
+        store = allocate_host_store(
+            self.template.spec,
+            gradient_dtype=self.config.optimizer.gradient_dtype,
+            devices=self.mesh.size,
+            decay_vectors=self.config.optimizer.decay_vectors,
+        )
+        if fill:
+            _fill_store(store, self.template, self.checkpoint, self.config.training.seed)
+        return store
+
+    def save_model(self, folder: RunFolder, store: HostStore, begun_after: int) -> pathlib.Path:
+        """Writes the model as it is now, with its tokenizer, into the run folder."""
+        folder.make_way_for_model(begun_after)
+        stop = chat.end_of_turn_id(self.tokenizer)
+        return export(
+            folder.model,
+            self.template,
+            store,
+            self.checkpoint,
+            tokenizer_folder=self.tokenizer_folder,
+            chat_template=self.chat_template,
+            stop_token_ids=[] if stop is None else [stop],
+        )
+
+    def show(self, console: Console, plan: Plan, folder: RunFolder) -> None:
+        """The first lines of a run."""
+        config, spec = self.config, self.template.spec
+        device = self.mesh.devices.flat[0]
+        weights = "random weights" if self.checkpoint is None else f"weights from {config.model.folder}"
+        words: dict[str, str | tuple[str, ...]] = {
+            "model": f"{spec.name}: {spec.parameter_count / 1e6:,.1f} M parameters in {spec.block_count} "
+            f"blocks ({spec.family}), {weights}",
+            "data": self.batches.report,
+            "optimizer": f"{self.optimizer.name}: {format_bytes(self.state_bytes)} of host memory for "
+            "parameters, gradients and its state",
+            "device": f"{self.mesh.size} x {device_label(device)}, {config.model.compute_dtype}",
+            "plan": tuple(plan_sentences(plan)),
+            "run": f"{self.schedule.steps} steps, records in {folder.path}",
+        }
+        show_facts(console, words)
+        for warning in self.batches.warnings:
+            say(console, f"warning: {warning}")
+        if plan.device is not None and not same_device(plan.device, device_label(device)):
+            say(
+                console,
+                f"warning: the plan is for {plan.device}, this is {device_label(device)}: "
+                "what it predicts does not hold here",
+            )
+
+
+def _read_inputs(config: Config, resume: Resume | None) -> _Inputs:
+    """Opens and checks all that a configuration names.
+
+    Raises:
+        ValueError: (SetupError, DataError, CheckpointError, ResumeError, ...)
+    """
     model, checkpoint = read_architecture(config)
     devices = visible_devices()
     attention = choose_attention(
-        config.model.attention,
+        # Which form was faster may come out otherwise now, and sums in another order.
+        config.model.attention if resume is None else resume.attention,
         # One row is enough to tell which form is faster.
         Shape.of(model, 1, config.data.sequence_length, config.model.compute_dtype),
         packed=config.data.batching == "packed",
@@ -175,6 +264,9 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
     state_bytes = training_state_bytes(
         spec, optimizer, gradient_dtype=config.optimizer.gradient_dtype, devices=mesh.size
     )
+    identity = identity_of(spec, optimizer)
+    if resume is not None:
+        resume.check_identity(identity)
     tokenizer_folder = config.data.tokenizer or config.model.folder or problems_folder()
     tokenizer = load_data_tokenizer(config.data, tokenizer_folder)
     own_template = config.data.chat_template is None and tokenizer.chat_template
@@ -188,105 +280,137 @@ def prepare(config: Config, console: Console) -> Iterator[Prepared]:
     batches = read_batches(config.data, tokenizer, config.training.evaluate_rows)
     schedule = make_training_schedule(config, batches.training)
     questions = read_questions(config, batches.sides, tokenizer)
+    if resume is not None:
+        resume.check_length(schedule.steps)
+        batches.training.restore(resume.position.data)
+        config = resume.without_past(config)
     _check_replanning(config, schedule.steps)
-    if config.run.save_model:
-        _check_disk(config.run.folder, 2 * spec.parameter_count)
+    _check_disk(config, 2 * spec.parameter_count, _checkpoint_bytes(spec, optimizer))
+    return _Inputs(
+        config, template, attention, checkpoint, mesh, optimizer, identity, tokenizer, tokenizer_folder,
+        chat_template, batches, questions, schedule, state_bytes,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def prepare(config: Config, console: Console, resume: Resume | None = None) -> Iterator[Prepared]:
+    """Makes everything that `config` asks for; the executor is closed at the end.
+
+    Args:
+        resume: the run goes on from there.
+
+    Raises:
+        ValueError: (SetupError, PlanError, DataError, CheckpointError, ...) before anything large is
+            allocated and anything is written.
+    """
+    inputs = _read_inputs(config, resume)
     # Last, because measuring and solving may take minutes.
-    kernels = Kernels(template, mesh, config.model.compute_dtype, config.optimizer.gradient_dtype)
-    choice = choose(config, template, kernels, console)
-    plan = choice.plan
-    replanner = make_replanner(config, template.in_chunks(plan.token_chunk), choice)
-    schedules = checked_schedules(kernels, optimizer)
+    kernels = Kernels(
+        inputs.template, inputs.mesh, config.model.compute_dtype, config.optimizer.gradient_dtype
+    )
+    choice = choose(inputs.config, inputs.template, kernels, console, None if resume is None else resume.plan)
+    schedules = checked_schedules(kernels, inputs.optimizer)
     check_capacity(
         needed_bytes(
-            schedules(plan, plan.sequence_length),
-            spec,
+            schedules(choice.plan, choice.plan.sequence_length),
+            inputs.template.spec,
             gradient_dtype=config.optimizer.gradient_dtype,
-            devices=mesh.size,
+            devices=inputs.mesh.size,
         ),
-        optimizer_name=optimizer.name,
+        optimizer_name=inputs.optimizer.name,
         nvme_folder=config.plan.nvme_folder,
     )
-    folder = create_run_folder(config, spec.name)
-    folder.write_plan(plan)
-    weights = "random weights" if checkpoint is None else f"weights from {config.model.folder}"
-    words: dict[str, str | tuple[str, ...]] = {
-        "model": f"{spec.name}: {spec.parameter_count / 1e6:,.1f} M parameters in {spec.block_count} blocks "
-        f"({spec.family}), {weights}",
-        "data": batches.report,
-        "optimizer": f"{optimizer.name}: {format_bytes(state_bytes)} of host memory for parameters, "
-        "gradients and its state",
-        "device": f"{mesh.size} x {device_label(devices[0])}, {config.model.compute_dtype}",
-        "plan": tuple(plan_sentences(plan)),
-        "run": f"{schedule.steps} steps, records in {folder.path}",
-    }
-    show_facts(console, words)
-    for warning in batches.warnings:
-        say(console, f"warning: {warning}")
-    if plan.device is not None and not same_device(plan.device, device_label(devices[0])):
-        say(
-            console,
-            f"warning: the plan is for {plan.device}, this is {device_label(devices[0])}: "
-            "what it predicts does not hold here",
+    with contextlib.ExitStack() as stack:
+        folder = _open_folder(config, inputs, resume)
+        stack.enter_context(folder.locked())
+        if resume is None:
+            folder.write_plan(choice.plan)
+        inputs.show(console, choice.plan, folder)
+        store = inputs.allocate(fill=resume is None)
+        executor = executor_of(
+            kernels,
+            choice.plan,
+            store,
+            inputs.optimizer,
+            clip=ClipRule(config.optimizer.clip, config.optimizer.clip_norm),
+            nvme_folder=config.plan.nvme_folder,
+            run=folder.path.name,
+            schedules=schedules,
         )
-    store = allocate_host_store(
-        spec,
-        gradient_dtype=config.optimizer.gradient_dtype,
-        devices=mesh.size,
-        decay_vectors=config.optimizer.decay_vectors,
-    )
-    _fill_store(store, template, checkpoint, config.training.seed)
-    executor = executor_of(
-        kernels,
-        plan,
-        store,
-        optimizer,
-        clip=ClipRule(config.optimizer.clip, config.optimizer.clip_norm),
-        nvme_folder=config.plan.nvme_folder,
-        run=folder.path.name,
-        schedules=schedules,
-    )
+        stack.callback(executor.close)
+        trainer = _make_trainer(inputs, choice, kernels, executor, folder, console, resume)
+        stack.callback(trainer.close)
+        yield Prepared(trainer, inputs.template, store, folder, executor)
 
-    display = Display(console, steps=schedule.steps, log_every=config.training.log_every)
+
+def _make_trainer(
+    inputs: _Inputs,
+    choice: Choice,
+    kernels: Kernels,
+    executor: Executor,
+    folder: RunFolder,
+    console: Console,
+    resume: Resume | None,
+) -> Trainer:
+    config, spec, store = inputs.config, inputs.template.spec, executor.store
+    display = Display(console, steps=inputs.schedule.steps, log_every=config.training.log_every)
+    replanner = make_replanner(config, inputs.template.in_chunks(choice.plan.token_chunk), choice)
+    saver = Saver(
+        folder.checkpoints,
+        store,
+        executor.updates.read_state,
+        inputs.identity,
+        config.checkpoints,
+        data_state=inputs.batches.training.state,
+        plan=lambda: executor.plan,
+        seed={"weights": config.training.seed, "data": config.data.seed},
+        config=config.model_dump(mode="json"),
+        attention=inputs.attention.name,
+        say=display.say,
+    )
+    executor.updates.before_change = saver.fence
+    start = None
+    if resume is not None:
+        start = resume.start(store, executor, inputs.batches.training, display.say)
+        folder.write_plan(choice.plan, after_step=start.last_step)
+        saver.resumed(start.last_step, here=resume.folder.path == resume.source)
+    begun_after = 0 if start is None else start.last_step
 
     def after_step(step: int, result: StepResult) -> Replan | None:
         if replanner is None:
             return None
         return replanner.after_step(step, executor, result.padded_tokens, display.say)
 
-    def save_model() -> pathlib.Path:
-        """Writes the model as it is now, with its tokenizer, into the run folder."""
-        stop = chat.end_of_turn_id(tokenizer)
-        return export(
-            folder.model,
-            template,
-            store,
-            checkpoint,
-            tokenizer_folder=tokenizer_folder,
-            chat_template=chat_template,
-            stop_token_ids=[] if stop is None else [stop],
-        )
-
     answers = no_answers
-    if questions is not None:
-        answers = ExactMatchEvaluation(questions, kernels, store, executor.flush, folder.path).run
-    trainer = Trainer(
+    if inputs.questions is not None:
+        answers = ExactMatchEvaluation(inputs.questions, kernels, store, executor.flush, folder.path).run
+    hours = config.training.max_hours
+    return Trainer(
         executor,
-        batches.training,
-        batches.evaluation_batches,
-        schedule,
+        inputs.batches.training,
+        inputs.batches.evaluation_batches,
+        inputs.schedule,
         parameter_count=spec.parameter_count,
         folder=folder,
         display=display,
-        facts=_facts(config, spec, plan, devices[0], attention),
+        facts=_facts(config, spec, choice.plan, inputs.mesh.devices.flat[0], inputs.attention),
         after_step=after_step,
-        save_model=save_model if config.run.save_model else None,
+        save_model=(lambda: inputs.save_model(folder, store, begun_after)) if config.run.save_model else None,
+        saver=saver,
+        start=start,
+        max_seconds=math.inf if hours is None else 3600 * hours,
         answers=answers,
     )
-    try:
-        yield Prepared(trainer, template, store, folder, executor)
-    finally:
-        executor.close()
+
+
+def _open_folder(config: Config, inputs: _Inputs, resume: Resume | None) -> RunFolder:
+    """A new run folder, or that of the run that goes on."""
+    if resume is None:
+        return create_run_folder(config, inputs.template.spec.name)
+    if resume.folder.path == resume.source:
+        resume.folder.write_config(config, after_step=resume.position.step)
+        return resume.folder
+    return create_run_folder(config, inputs.template.spec.name)
 
 
 def make_training_schedule(config: Config, loader: Loader) -> TrainingSchedule:
@@ -301,15 +425,19 @@ def make_training_schedule(config: Config, loader: Loader) -> TrainingSchedule:
     )
 
 
-def train(config: Config, console: Console) -> dict[str, Any]:
+def train(config: Config, console: Console, resume: Resume | None = None) -> dict[str, Any]:
     """Prepares and runs a training; returns the summary of the run folder."""
     silence_when_closed(console)
-    with prepare(config, console) as prepared:
+    with prepare(config, console, resume) as prepared:
         summary = prepared.trainer.run()
         executor = prepared.executor
         peak = executor.schedule.peak_bytes()[Tier.DEVICE]
         here = device_label(jax.devices()[0])
-        show_closing(console, executor.plan, read_run(prepared.folder.path), buffer_bytes=peak, here=here)
+        # Records that a full disk has kept from being written end no run.
+        with contextlib.suppress(OSError, RunError):
+            show_closing(
+                console, executor.plan, read_run(prepared.folder.path), buffer_bytes=peak, here=here
+            )
         return summary
 
 

@@ -42,21 +42,30 @@ class Choice(NamedTuple):
 
 
 def choose(
-    config: Config, template: ModelTemplate, kernels: Kernels | None = None, console: Console | None = None
+    config: Config,
+    template: ModelTemplate,
+    kernels: Kernels | None = None,
+    console: Console | None = None,
+    known: Plan | None = None,
 ) -> Choice:
     """`choose_plan`, with what is needed to plan again.
 
     Args:
         kernels: those of the run, so that a calibration compiles nothing twice.
         console: shows what is measured and solved; None: nothing is shown.
+        known: the plan of a run that goes on; it is checked as a file's is.
     """
-    if is_solved(config):
+    if known is None and is_solved(config):
         template = template.in_chunks(config.plan.token_chunk)
         request = make_request(config, template, kernels, console, microbatches=config.plan.microbatches)
         plan = _solve(config, dataclasses.replace(request, **_given(config)), console)
         _check_runs(plan, config, template)
         return Choice(plan, request)
-    plan = fixed_plan(config, template)
+    if known is None:
+        plan = fixed_plan(config, template)
+    else:
+        plan = known
+        _check_runs(plan, config, template.in_chunks(plan.token_chunk))
     template = template.in_chunks(plan.token_chunk)
     _verify_structure(plan, config, template)
     if config.plan.replan_after_steps is None:

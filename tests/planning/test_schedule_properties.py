@@ -60,6 +60,7 @@ def test_replayed_memory_ends_where_it_began_and_stays_below_the_counted_peak(se
         if samples:
             assert samples[-1] == 0
             assert min(samples) >= 0
+            assert 0 < max(samples) <= verification.live_bytes[tier] <= verification.peak_bytes[tier]
 
 
 @FEW

@@ -1,0 +1,22 @@
+"""Killed at any moment, a run goes on to the same end."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.benchmarks.kill_resume import POINTS, compare, draw_moments
+
+
+def test_moments_are_of_every_kind_and_drawn_by_the_seed():
+    moments = draw_moments(50, 0)
+    assert moments == draw_moments(50, 0) != draw_moments(50, 1)
+    assert {moment.point for moment in moments} == set(POINTS)
+
+
+@pytest.mark.slow
+def test_ten_kills_change_nothing(tmp_path):
+    """`python -m experiments.benchmarks.kill_resume` does it fifty times."""
+    moments = draw_moments(10, 0)
+    equal, killed = compare(tmp_path, moments, steps=40)
+    assert sum("exit -9" in line for line in killed.log) == 10, killed.log
+    assert equal, killed.log
