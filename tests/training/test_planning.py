@@ -251,7 +251,7 @@ def test_a_run_calibrates_plans_again_and_records_it(small, tmp_path) -> None:
     summary = setup.train(small(*words), console)
     assert (summary["status"], summary["planner"]) == ("finished", "milp")
     text = console.file.getvalue()
-    lines = ("measuring the rates", "timing kernels of microbatches of 1 rows", "planning:", "prefetch")
+    lines = ("measuring the rates", "timing kernels of microbatches of 1 rows", "planning:", "predicted:")
     assert [line for line in lines if line not in text] == []
     folder = tmp_path / "runs" / "run"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
