@@ -91,4 +91,4 @@ def test_configs_are_read_by_someone():
     known = {path.name for path in PRESETS.values()} | {smollm2.CONFIG.name, "qwen27b_smoke_model.json"}
     assert {path.name for path in CONFIGS.iterdir()} == known
     json.loads((CONFIGS / "qwen27b_smoke_model.json").read_text())
-    assert load_config(smollm2.CONFIG).training.steps == 20
+    assert load_config(smollm2.CONFIG).training.steps == 12

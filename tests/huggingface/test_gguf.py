@@ -224,7 +224,7 @@ def test_the_tokenizer(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
 def test_scaled_frequencies_are_those_that_were_trained_with(
     folder: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    from lazyjax.models.layers import inverse_frequencies
+    from lazyjax.models.rope import inverse_frequencies
 
     scaling = Llama3Scaling(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
