@@ -39,7 +39,9 @@ def main() -> None:
     target = np.zeros_like(raw)
     store = NvmeStore(options.folder)
     rates = {
-        "write, stamped (no fsync)": gigabytes_per_second(lambda: store.write("slab", raw).result(), raw.size),
+        "write, stamped (no fsync)": gigabytes_per_second(
+            lambda: store.write("slab", raw).result(), raw.size
+        ),
         "read, compared (page cache)": gigabytes_per_second(
             lambda: store.read("slab", target).result(), raw.size
         ),

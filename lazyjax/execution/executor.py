@@ -39,6 +39,12 @@ __all__ = ["Executor", "FailedExecutorError", "NonFiniteStepsError", "Schedules"
 #: Steps in a row with a non-finite loss or gradient norm that end a run.
 MOST_NON_FINITE_STEPS = 3
 
+_NON_FINITE = (
+    f"{MOST_NON_FINITE_STEPS} steps in a row had a non-finite loss or gradient norm (last: "
+    "loss {result.loss}, norm {result.gradient_norm}); none of them changed the parameters. "
+    "Lower the learning rate, or check the checkpoint and the data"
+)
+
 #: A plan and a sequence length -> its verified schedule (`lazyjax.execution.build`).
 Schedules = Callable[[Plan, int], Schedule]
 
@@ -57,6 +63,76 @@ class NonFiniteStepsError(ArithmeticError):
 
 class FailedExecutorError(RuntimeError):
     """An executor was used again after a step of it had failed."""
+
+
+def check_plan(plan: Plan, kernels: LayerKernels, *, has_drive: bool) -> None:
+    """Whether kernels and machine can run a plan.
+
+    Raises:
+        PlanError: the plan does not fit the model, the mesh or the machine; names the key.
+    """
+    template = kernels.template.in_chunks(plan.token_chunk)
+    names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
+    validate_plan(plan, template.spec, names)
+    if uses_nvme(plan) and not has_drive:
+        raise PlanError("layers: the plan uses NVMe; give a folder for it (plan.nvme_folder)")
+    if plan.microbatch_rows % kernels.devices:
+        raise PlanError(
+            f"microbatches: {plan.microbatch_rows} rows each cannot be split over {kernels.devices} devices"
+        )
+
+
+class Unfinished:
+    """What a step leaves behind for the next one, and the error that ended an executor's use.
+
+    Attributes:
+        failure: None as long as all went well.
+    """
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self._pending: UpdateStep | None = None
+        # State on its way to NVMe, by its operation in the schedule that was walked last.
+        self._carried: dict[int, Pending] = {}
+        self._walked: Schedule | None = None
+
+    def refuse_after_failure(self) -> None:
+        """Raises `FailedExecutorError` if there was a failure."""
+        if self.failure is not None:
+            raise FailedExecutorError(f"an earlier step failed: {self.failure}") from self.failure
+
+    def leave(self, schedule: Schedule, step: Step) -> None:
+        """Keeps what `step`, a walk through `schedule`, did not finish."""
+        self._pending, self._carried, self._walked = step.deferred_update, step.left, schedule
+
+    def take(self, schedule: Schedule | None) -> tuple[UpdateStep | None, dict[int, Pending]]:
+        """The update that is pending, and writes of state that a walk through `schedule` may wait for.
+
+        Another schedule numbers its operations otherwise: then the writes are waited for here.
+        """
+        (pending, self._pending), (carried, self._carried) = (self._pending, None), (self._carried, {})
+        if schedule is None or schedule is not self._walked:
+            self.wait(carried.values())
+            carried = {}
+        return pending, carried
+
+    def wait(self, tasks: Iterable[Pending]) -> None:
+        """Waits for all, also after an error; the first error is raised and ends further steps."""
+        errors: list[BaseException] = []
+        for task in tasks:
+            try:
+                task.wait()
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            self.failure = errors[0]
+            raise errors[0]
+
+    def settle(self) -> None:
+        """Waits for writes of state; an error is raised where the next step waits for them."""
+        for task in list(self._carried.values()):
+            with contextlib.suppress(Exception):
+                task.wait()
 
 
 class Executor:
@@ -96,13 +172,9 @@ class Executor:
             kernels, copies, store, updates, queues or HostQueues(), recorder or Recorder(), clip
         )
         self._forward = ForwardPass(kernels, store, copies)
+        self._unfinished = Unfinished()
         self.applied_steps, self.skipped_steps = step, 0
         self._steps = self._skipped_in_a_row = 0
-        self._pending: UpdateStep | None = None
-        # State on its way to NVMe, by its operation in the schedule that was walked last.
-        self._carried: dict[int, Pending] = {}
-        self._walked: Schedule | None = None
-        self._failure: BaseException | None = None
         self.on_operation: Callable[[Operation], None] = lambda operation: None
         try:
             self.set_plan(plan)
@@ -118,16 +190,7 @@ class Executor:
             NvmeError: the drive failed.
             In either case the plan before stays in use, and the optimizer state where it was.
         """
-        template = self.kernels.template.in_chunks(plan.token_chunk)
-        names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
-        validate_plan(plan, template.spec, names)
-        if uses_nvme(plan) and self._open_drive is None:
-            raise PlanError("layers: the plan uses NVMe; give a folder for it (plan.nvme_folder)")
-        if plan.microbatch_rows % self.kernels.devices:
-            raise PlanError(
-                f"microbatches: {plan.microbatch_rows} rows each cannot be split over "
-                f"{self.kernels.devices} devices"
-            )
+        check_plan(plan, self.kernels, has_drive=self._open_drive is not None)
         schedule = self._schedules(plan, plan.sequence_length)
         self.flush()
         if uses_nvme(plan) and self._drive is None and self._open_drive is not None:
@@ -151,7 +214,7 @@ class Executor:
             NonFiniteStepsError: the third non-finite step in a row.
             FailedExecutorError: an earlier step failed.
         """
-        self._refuse_after_failure()
+        self._unfinished.refuse_after_failure()
         if batch.rows != self.plan.rows:
             raise ValueError(f"batch has {batch.rows} rows, the plan is for {self.plan.rows}")
         if not batch.target_tokens:
@@ -159,72 +222,37 @@ class Executor:
         batch.check_vocabulary(self.template.spec.vocabulary_size)
         start = time.perf_counter()
         schedule = self._schedules(self.plan, batch.sequence_length)
-        if schedule is not self._walked:
-            self._finish_carried()
+        pending, carried = self._unfinished.take(schedule)
         self._steps += 1
         self._machinery.recorder.begin_step(self._steps)
         step = Step(
             self._machinery, self._drive, schedule, batch, learning_rate,
-            count=self.applied_steps + 1, pending=self._pending, carried=self._carried,
-            on_operation=self.on_operation,
+            count=self.applied_steps + 1, pending=pending, carried=carried, on_operation=self.on_operation,
         )  # fmt: skip
-        self._pending = None
         try:
             step.run()
         except BaseException as error:
-            self._failure, self._carried = error, {}
+            self._unfinished.failure = error
             step.walk.settle()
             raise
-        self._pending, self._carried, self._walked = step.deferred_update, step.left, schedule
+        self._unfinished.leave(schedule, step)
         result = step.result(time.perf_counter() - start)
-        self._count(result)
-        return result
-
-    def _count(self, result: StepResult) -> None:
-        if not result.skipped:
-            self.applied_steps += 1
-            self._skipped_in_a_row = 0
-            return
-        self.skipped_steps += 1
-        self._skipped_in_a_row += 1
+        self.applied_steps += not result.skipped
+        self.skipped_steps += result.skipped
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         if self._skipped_in_a_row >= MOST_NON_FINITE_STEPS:
-            raise NonFiniteStepsError(
-                f"{MOST_NON_FINITE_STEPS} steps in a row had a non-finite loss or gradient norm (last: "
-                f"loss {result.loss}, norm {result.gradient_norm}); none of them changed the parameters. "
-                "Lower the learning rate, or check the checkpoint and the data",
-                result,
-            )
-
-    def _refuse_after_failure(self) -> None:
-        if self._failure is not None:
-            raise FailedExecutorError(f"an earlier step failed: {self._failure}") from self._failure
+            raise NonFiniteStepsError(_NON_FINITE.format(result=result), result)
+        return result
 
     def flush(self) -> None:
         """Applies the update that is still pending, if any, and waits for it and its state's writes."""
-        self._finish_carried()
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        m = self._machinery
-        buffers = StepBuffers(m.copies.device_bytes)
-        work = HostWork(m.copies, m.updates, self._drive, m.queues, m.recorder, buffers, pending)
-        self._wait(work.update_all(self.schedule))
-
-    def _finish_carried(self) -> None:
-        carried, self._carried = self._carried, {}
-        self._wait(carried.values())
-
-    def _wait(self, pending: Iterable[Pending]) -> None:
-        """Waits for all, also after an error; the first error is raised and ends further steps."""
-        errors: list[BaseException] = []
-        for each in pending:
-            try:
-                each.wait()
-            except BaseException as error:
-                errors.append(error)
-        if errors:
-            self._failure = errors[0]
-            raise errors[0]
+        pending, carried = self._unfinished.take(None)
+        assert not carried
+        if pending is not None:
+            m = self._machinery
+            buffers = StepBuffers(m.copies.device_bytes)
+            work = HostWork(m.copies, m.updates, self._drive, m.queues, m.recorder, buffers, pending)
+            self._unfinished.wait(work.update_all(self.schedule))
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:
         """Sum of -log p over the batch's target tokens, and their number; flushes pending updates.
@@ -248,9 +276,7 @@ class Executor:
 
     def timeline(self) -> Timeline:
         """Events and memory of the last step (of the one running, from another thread)."""
-        for pending in list(self._carried.values()):
-            with contextlib.suppress(Exception):  # raised where the next step waits for it
-                pending.wait()
+        self._unfinished.settle()
         return self._machinery.recorder.timeline()
 
     def close(self) -> None:
@@ -263,5 +289,5 @@ class Executor:
                 stack.callback(self._drive.close)
             stack.callback(self._machinery.recorder.close)
             stack.callback(self._machinery.queues.close)
-            if self._failure is None:
+            if self._unfinished.failure is None:
                 stack.callback(self.flush)
