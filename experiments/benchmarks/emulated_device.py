@@ -198,7 +198,7 @@ def main() -> None:
     lines = [
         "# The executor on an emulated device, Qwen3.6-27B",
         "",
-        provenance(*SOURCES),
+        provenance(*SOURCES).replace("Measured", "Emulated", 1),
         "",
         "Nothing is computed or moved: kernels, links, drives and updates take the time that the profile\n"
         "gives them; walk, host threads and waits are the executor's own. Seconds a step: simulated;\n"
