@@ -45,7 +45,7 @@ def _assert_close(actual, expected, bound: float = 1e-5) -> None:
         assert error < bound, f"{name}: relative error {error:.1e}"
 
 
-@settings(max_examples=16)
+@settings(max_examples=8)
 @given(
     tokens=st.integers(1, 300),
     rows=st.integers(1, 2),
@@ -61,8 +61,8 @@ def _assert_close(actual, expected, bound: float = 1e-5) -> None:
 def test_equals_the_dense_form(
     tokens, rows, heads, size, segments, padding, window, block, written_out, seed
 ) -> None:
-    if block == 1 and tokens > 40:
-        block = 16
+    # At most four blocks a row: every pair of blocks is compiled on its own where it is written out.
+    block = max(block, -(-tokens // 4))
     arrays, segment_ids = _inputs(seed, rows, tokens, heads, size, segments, padding)
     scale = size**-0.5
     with contextlib.nullcontext() if written_out else for_accelerator():
