@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import math
 import statistics
@@ -60,11 +61,14 @@ def profile_costs() -> Costs:
 
 
 def costs_with(recomputing_seconds: float, reading_seconds: float) -> Costs:
-    """Backward calls of blocks that recompute everything or read everything; all else is quick."""
+    """Backward calls of blocks that recompute everything or read anything; all else is quick."""
     measured = {}
-    for accumulates, last in ((False, False), (True, True)):
-        for saved, seconds in (((), recomputing_seconds), (EVERYTHING, reading_seconds)):
-            measured[MeasuredKey(BLOCK, Action.BACKWARD, saved, accumulates, last)] = seconds
+    sets = itertools.chain.from_iterable(
+        itertools.combinations(EVERYTHING, count) for count in range(len(EVERYTHING) + 1)
+    )
+    for saved, (accumulates, last) in itertools.product(sets, ((False, False), (True, True))):
+        seconds = reading_seconds if saved else recomputing_seconds
+        measured[MeasuredKey(BLOCK, Action.BACKWARD, saved, accumulates, last)] = seconds
     return profile_costs().with_measured(measured)
 
 
