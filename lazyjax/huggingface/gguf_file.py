@@ -55,6 +55,7 @@ def write_gguf(
     *,
     dtype: ExportDtype = "bfloat16",
     rule: str | None = None,
+    chat_template: str | None = None,
     stop_token_ids: tuple[int, ...] = (),
 ) -> Path:
     """Writes the text model and its tokenizer; what else a checkpoint holds is left out.
@@ -65,6 +66,7 @@ def write_gguf(
         config: the config.json, for what an architecture does not state.
         dtype: of matrices; vectors are float32.
         rule: llama.cpp's name of the tokenizer's splitting rule, where it is not found.
+        chat_template: by default the tokenizer's own.
         stop_token_ids: the first that is not the end of sequence becomes the end of turn.
 
     Raises:
@@ -89,7 +91,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(partial, _family(template.config))
     try:
         _add_settings(writer, template.config, config, dtype)
-        add_vocabulary(writer, vocabulary, tokenizer, stop_token_ids)
+        add_vocabulary(writer, vocabulary, tokenizer, stop_token_ids, chat_template)
         _add_tensors(writer, tensors, dtype)
         writer.close()
         partial.chmod(0o644)

@@ -93,9 +93,16 @@ def _find_rule(document: Mapping[str, Any], folder: Path) -> str:
 
 
 def add_vocabulary(
-    writer: Any, vocabulary: Vocabulary, tokenizer: Any, stop_token_ids: tuple[int, ...]
+    writer: Any,
+    vocabulary: Vocabulary,
+    tokenizer: Any,
+    stop_token_ids: tuple[int, ...],
+    chat_template: str | None = None,
 ) -> None:
-    """Writes the tables, the special tokens and the chat template into a `gguf.GGUFWriter`."""
+    """Writes the tables, the special tokens and the chat template into a `gguf.GGUFWriter`.
+
+    Args: see `lazyjax.huggingface.gguf_file.write_gguf`.
+    """
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(vocabulary.rule)
     writer.add_token_list(vocabulary.tokens)
@@ -112,7 +119,7 @@ def add_vocabulary(
             add(token_id)
     begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     writer.add_add_bos_token(tokenizer.bos_token_id is not None and begins)
-    template = tokenizer.chat_template
+    template = chat_template or tokenizer.chat_template
     if isinstance(template, str):
         writer.add_chat_template(template)
     elif template:

@@ -53,6 +53,14 @@ def no_answers(stage: Stage, step: int, stopped: Callable[[], bool]) -> ExactMat
     return None
 
 
+#: Tensors that a message names one by one.
+_TENSORS_NAMED = 10
+
+
+class NonFiniteModelError(ArithmeticError):
+    """The first loss of a run is not finite; no model is written."""
+
+
 @runtime_checkable
 class StepExecutor(Protocol):
     """What the loop needs of `lazyjax.execution.executor.Executor`."""
@@ -132,6 +140,7 @@ class Trainer:
         saver: saves checkpoints; None saves none.
         start: where a resumed run goes on; None: at the beginning.
         max_seconds: of this process, after which the run is stopped as by a signal.
+        find_nonfinite: names the parameters that hold values that are not finite.
     """
 
     def __init__(
@@ -151,12 +160,14 @@ class Trainer:
         saver: Saver | None = None,
         start: Start | None = None,
         max_seconds: float = math.inf,
+        find_nonfinite: Callable[[], Sequence[object]] = tuple,
     ) -> None:
         self._executor, self._batches, self._evaluation = executor, batches, evaluation
         self._schedule, self._parameter_count = schedule, parameter_count
         self._folder, self._display, self._facts = folder, display, dict(facts)
         self._after_step, self._save_model, self._answers = after_step, save_model, answers
         self._saver, self._begin, self._max_seconds = saver, start, max_seconds
+        self._find_nonfinite = find_nonfinite
         self._stop = StopRequest()
         self._steps: list[StepMetrics] = [] if start is None else list(start.steps)
         self._evaluations: list[EvaluationMetrics] = [] if start is None else list(start.evaluations)
@@ -324,6 +335,7 @@ class Trainer:
         self._steps.append(metrics)
         log.step(metrics)
         self._display.step(metrics)
+        self._check_first(metrics.loss, "the loss of the first step")
         if failure is not None:
             raise failure
         outcome = self._after_step(step, result)
@@ -351,6 +363,7 @@ class Trainer:
         self._evaluations.append(metrics)
         log.evaluation(metrics)
         self._display.evaluation(metrics)
+        self._check_first(metrics.loss, "the loss of the first evaluation")
         self._keep_summary("running")
 
     def _answer(self, stage: Stage, step: int, log: MetricsLog) -> None:
@@ -373,6 +386,21 @@ class Trainer:
             return error
         self._stop.writing("the records are being written")
         return None
+
+    def _check_first(self, loss: float, name: str) -> None:
+        """A run that begins with a loss that is not finite can only end with a model that is worth nothing.
+
+        Later ones are the executor's business: it skips such steps, and the parameters stay as they were.
+        """
+        known = [step.loss for step in self._steps] + [one.loss for one in self._evaluations]
+        if any(map(math.isfinite, (loss, *known))):
+            return
+        tensors = [str(tensor) for tensor in self._find_nonfinite()]
+        why = "All parameters are finite, so something overflows on the way (model.compute_dtype float32?)"
+        if tensors:
+            more = f", and {len(tensors) - _TENSORS_NAMED} more" if len(tensors) > _TENSORS_NAMED else ""
+            why = f"Not finite are values of {', '.join(tensors[:_TENSORS_NAMED])}{more}"
+        raise NonFiniteModelError(f"{name} is {loss}: nothing can be learned. {why}")
 
     def _write_model(self, save_model: Callable[[], pathlib.Path]) -> pathlib.Path:
         """Writes the model; where the disk has no room, waits for some rather than lose what was trained."""
@@ -453,6 +481,11 @@ def summarize_scores(scores: Sequence[ExactMatchMetrics]) -> dict[str, Any]:
     }
 
 
+def _finite(value: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else None
+
+
 def summarize(steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationMetrics]) -> dict[str, Any]:
     """Main figures of a run; rates leave out steps that compiled, where there are others."""
     timed = [step for step in steps if not step.compile_seconds] or steps
@@ -463,8 +496,8 @@ def summarize(steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationMetr
         "skipped_steps": sum(step.skipped for step in steps),
         "first_loss": finite[0] if finite else None,
         "last_loss": finite[-1] if finite else None,
-        "first_evaluation_loss": evaluations[0].loss if evaluations else None,
-        "last_evaluation_loss": evaluations[-1].loss if evaluations else None,
+        "first_evaluation_loss": _finite(evaluations[0].loss) if evaluations else None,
+        "last_evaluation_loss": _finite(evaluations[-1].loss) if evaluations else None,
         "timed_steps": len(timed),
         "mean_step_seconds": seconds / len(timed) if timed else None,
         "median_step_seconds": statistics.median(step.step_seconds for step in timed) if timed else None,

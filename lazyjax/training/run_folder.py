@@ -105,6 +105,13 @@ class RunFolder:
         finally:
             os.close(descriptor)
 
+    def discard(self) -> None:
+        """Takes back a folder of a run that has not begun: its configuration and plan, and nothing else."""
+        for name in ("config.yaml", "plan.json"):
+            (self.path / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # something else is in it
+            self.path.rmdir()
+
     def write_timeline(self, timelines: Sequence[Timeline]) -> None:
         """Writes timeline.json."""
         write_perfetto(timelines, self.path / "timeline.json")

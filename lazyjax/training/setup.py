@@ -36,6 +36,8 @@ from lazyjax.huggingface import find
 from lazyjax.huggingface.checkpoint import Checkpoint, bind, load_into
 from lazyjax.huggingface.export import export
 from lazyjax.huggingface.find import open_model
+from lazyjax.huggingface.finite import nonfinite_tensors
+from lazyjax.huggingface.tensor_files import CheckpointError
 from lazyjax.models.architecture import Architecture
 from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.models.template import ModelTemplate
@@ -326,7 +328,13 @@ def prepare(config: Config, console: Console, resume: Resume | None = None) -> I
         if resume is None:
             folder.write_plan(choice.plan)
         inputs.show(console, choice.plan, folder)
-        store = inputs.allocate(fill=resume is None)
+        try:
+            store = inputs.allocate(fill=resume is None)
+        except CheckpointError:
+            # Weights are looked at while they are read; what cannot be trained leaves no run behind.
+            if resume is None:
+                folder.discard()
+            raise
         executor = executor_of(
             kernels,
             choice.plan,
@@ -400,6 +408,7 @@ def _make_trainer(
         start=start,
         max_seconds=math.inf if hours is None else 3600 * hours,
         answers=answers,
+        find_nonfinite=lambda: nonfinite_tensors(inputs.template, store),
     )
 
 

@@ -6,7 +6,9 @@ import json
 import pathlib
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from lazyjax import cli
 from lazyjax.data.sources import problems_folder
@@ -94,3 +96,15 @@ def test_a_cache_folder_that_cannot_be_written(
     (tmp_path / "file").write_text("")
     keys = ("--data.cache-folder", str(tmp_path / "file" / "below"))
     assert "data.cache_folder" in refused(capsys, tmp_path, "--model", str(model), *keys)
+
+
+def test_weights_that_are_not_finite(model: pathlib.Path, tmp_path: pathlib.Path, capsys: Any) -> None:
+    path = model / "model.safetensors"
+    tensors = {key: np.array(value) for key, value in load_file(path).items()}
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = np.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    words = ("--model", str(model), "--plan.planner", "recompute_all")
+    (tmp_path / "runs").mkdir()
+    error = refused(capsys, tmp_path, *words)
+    assert "1 tensor(s) hold values that are not finite" in error
+    assert "model.layers.1.mlp.up_proj.weight (1 NaN)" in error

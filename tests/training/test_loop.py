@@ -418,3 +418,46 @@ def test_finished_steps_survive_a_killed_process(tmp_path):
     process = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
     assert process.returncode == -signal.SIGKILL
     assert [step["step"] for step in records(tmp_path, "train")] == [1, 2]
+
+
+class LostExecutor(KnownExecutor):
+    """Losses that are not finite from the call `first` on, counted over steps and evaluations."""
+
+    def __init__(self, first, kind):
+        super().__init__()
+        self.first, self.kind = first, kind
+
+    def lost(self, kind):
+        return kind == self.kind and len(self.calls) >= self.first
+
+    def train_step(self, batch, learning_rate):
+        result = super().train_step(batch, learning_rate)
+        return dataclasses.replace(result, loss=math.nan, skipped=True) if self.lost("train") else result
+
+    def evaluate(self, batch):
+        loss, tokens = super().evaluate(batch)
+        return (math.nan if self.lost("evaluate") else loss), tokens
+
+
+@pytest.mark.parametrize(("kind", "evaluations"), [("evaluate", 2), ("train", 0)])
+@pytest.mark.parametrize("tensors", [("a.weight (1 NaN)",), ()])
+def test_a_run_that_begins_without_a_finite_loss_ends_there(tmp_path, kind, evaluations, tensors):
+    executor = LostExecutor(0, kind)
+    saved = []
+    trainer, _ = make_trainer(
+        tmp_path, executor, evaluation_batches=evaluations, save_model=lambda: saved.append(1)
+    )
+    trainer._find_nonfinite = lambda: tensors
+    words = "a.weight" if tensors else "compute_dtype float32"
+    with pytest.raises(loop.NonFiniteModelError, match=f"of the first .* is nan: nothing can .*{words}"):
+        trainer.run()
+    assert not saved
+    assert len([call for call in executor.calls if call[0] == "train"]) == (kind == "train")
+    summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert summary["status"] == "failed"
+
+
+@pytest.mark.parametrize("kind", ["evaluate", "train"])
+def test_a_later_loss_that_is_not_finite_ends_nothing(tmp_path, kind):
+    trainer, _ = make_trainer(tmp_path, LostExecutor(3, kind))
+    assert trainer.run()["status"] == "finished"
