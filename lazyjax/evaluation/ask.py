@@ -16,9 +16,10 @@ from lazyjax.data import chat
 from lazyjax.data.formats import Message
 from lazyjax.evaluation.generate import Completion, GenerationError, Prompt, generate
 from lazyjax.evaluation.model import Model, make_decoder, open_folder
-from lazyjax.evaluation.options import add_decoding_options, number, sampling_of
+from lazyjax.evaluation.options import add_decoding_options, sampling_of
 from lazyjax.execution.decode import Decoder
 from lazyjax.hardware.profile import load_profile
+from lazyjax.planning.commands.plan import number
 
 
 class PromptFileError(ValueError):

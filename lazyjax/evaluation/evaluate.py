@@ -25,13 +25,14 @@ from lazyjax.evaluation.answers_file import AnswersFile, fingerprint
 from lazyjax.evaluation.exact_match import ExactMatch
 from lazyjax.evaluation.generate import generate
 from lazyjax.evaluation.model import Model, make_decoder, open_folder
-from lazyjax.evaluation.options import add_decoding_options, number, sampling_of
+from lazyjax.evaluation.options import add_decoding_options, sampling_of
 from lazyjax.evaluation.problems import Problem, Scored, problems_of, scores, total
 from lazyjax.evaluation.progress import EvaluationProgress
 from lazyjax.execution.decode import Sampling
 from lazyjax.execution.forward import ForwardPass
 from lazyjax.execution.transfers import Transfers
 from lazyjax.hardware.profile import HardwareProfile, load_profile
+from lazyjax.planning.commands.plan import number
 from lazyjax.planning.plan.baselines import recompute_all
 
 #: Sequences of a batch for the loss.

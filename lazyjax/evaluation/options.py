@@ -3,26 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable
 
 from lazyjax.execution.decode import Sampling
-
-
-def number(least: int, kind: type[int] | type[float]) -> Callable[[str], float | int]:
-    """A parser of numbers from `least` on, for argparse."""
-
-    def parse(text: str) -> float | int:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = kind(-1)
-        if not (math.isfinite(value) and value >= least):
-            word = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {word} from {least:g} on, it is {text!r}")
-        return value
-
-    return parse
+from lazyjax.planning.commands.plan import number
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, *, new_tokens: int) -> None:

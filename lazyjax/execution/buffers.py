@@ -10,7 +10,7 @@ from lazyjax.specs import Tier
 
 
 class StepBuffers:
-    """BufferRole is on the device, on the host and on NVMe, by the schedule's names.
+    """The buffers on the device, on the host and on NVMe, by the schedule's names.
 
     Attributes:
         device, host: arrays.

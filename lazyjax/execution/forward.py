@@ -41,7 +41,7 @@ class ForwardPass:
         return np.concatenate([np.asarray(jax.device_get(part)) for part in parts])[: batch.rows]
 
     def _run(self, batch: Batch, plan: Plan, head_kernel: Callable[..., Any]) -> Iterator[Any]:
-        """BufferRole the head's kernel gives, microbatch by microbatch."""
+        """The results of the head's kernel, microbatch by microbatch."""
         template, copies = self._kernels.template.in_chunks(plan.token_chunk), self._copies
         rows, count = microbatches_of(batch, plan, devices=self._kernels.devices)
         batch = batch.with_rows(count * rows)

@@ -19,7 +19,7 @@ from lazyjax.storage.nvme import Drive, DriveTransfer
 
 
 class UpdateStep(NamedTuple):
-    """BufferRole the updates of one step need; `scales` holds each layer's clip factor."""
+    """The inputs of one step's updates; `scales` holds each layer's clip factor."""
 
     learning_rate: float
     step: int

@@ -1,4 +1,4 @@
-"""BufferRole the executor needs of kernels and copies, so that something else than a device can stand in.
+"""Interfaces that the executor needs of kernels and copies, so that other things than a device can stand in.
 
 `lazyjax.execution.kernels` and `lazyjax.execution.transfers` implement this with JAX;
 `experiments.emulated` with queues that only take time. Values are opaque here: whatever one
@@ -87,7 +87,7 @@ class Copies(Protocol):
         ...
 
     def describe(self, array: Any) -> Any:
-        """BufferRole is needed to make an array like `array` again from bytes."""
+        """The shape and dtype needed to make an array like `array` again from bytes."""
         ...
 
     def empty_bytes(self, like: Any) -> np.ndarray:

@@ -124,7 +124,7 @@ class Step:
         self.deferred_update = update
 
     def result(self, seconds: float) -> StepResult:
-        """BufferRole there is to report after `run`, which took `seconds`."""
+        """The figures to report after `run`, which took `seconds`."""
         return StepResult(
             loss=self.loss,
             gradient_norm=self.gradient_norm,

@@ -185,7 +185,9 @@ def _bytes(gigabytes: float | None) -> int | None:
     return None if gigabytes is None else int(gigabytes * 1e9)
 
 
-def _number(least: int, kind: type[int] | type[float]) -> Callable[[str], float | int]:
+def number(least: int, kind: type[int] | type[float]) -> Callable[[str], float | int]:
+    """A parser of numbers from `least` on, for argparse."""
+
     def parse(text: str) -> float | int:
         try:
             value = kind(text)
@@ -201,7 +203,7 @@ def _number(least: int, kind: type[int] | type[float]) -> Callable[[str], float 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="lazyjax plan", description="Plan a training step.")
-    positive, amount = _number(1, int), _number(0, float)
+    positive, amount = number(1, int), number(0, float)
     parser.add_argument("--model", required=True, help="packaged architecture, model folder or config.json")
     parser.add_argument("--hardware", required=True, help="preset or file made by `lazyjax profile`")
     parser.add_argument("--batch", type=positive, help="rows of a batch")
