@@ -23,7 +23,7 @@ from lazyjax.hardware.profile import load_profile
 from lazyjax.models.registry import architecture, build_template
 from lazyjax.models.template import ModelTemplate
 from lazyjax.planning.planner.feasibility import nearest_miss
-from lazyjax.planning.planner.question import Request, lean_problem, settings_of
+from lazyjax.planning.planner.question import Request, problem_of, settings_of
 from lazyjax.planning.planner.request import build_request
 from lazyjax.specs import Tier
 
@@ -64,7 +64,7 @@ def least_host(request: Request) -> Need | None:
         request: with no host memory at all, so that everything the host must hold is missing.
     """
     finest = dataclasses.replace(request, microbatches=request.rows)
-    missing = nearest_miss([lean_problem(request, settings) for settings in settings_of(finest)])
+    missing = nearest_miss([problem_of(request, settings, lean=True) for settings in settings_of(finest)])
     if Tier.DEVICE in missing and missing[Tier.DEVICE] > 0:
         return None
     nvme = request.capacity[Tier.NVME] > 0

@@ -13,26 +13,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import math
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float64
 
 from lazyjax.planning.plan.document import LayerPlan, Plan
-from lazyjax.planning.planner.batch_replay import BatchReplay
-from lazyjax.planning.planner.milp import solve, window_period
-from lazyjax.planning.planner.problem import Problem, SegmentChoice
-from lazyjax.planning.planner.window_memory import memory_rows, peak_bytes
-from lazyjax.planning.planner.windows import WindowModel
+from lazyjax.planning.planner.choices import Choices
+from lazyjax.planning.planner.milp import solve
+from lazyjax.planning.planner.problem import Problem
 from lazyjax.planning.program.schedule import Action, LayerSizes, ModelSizes, Operation, build_schedule
-from lazyjax.planning.program.verify import state_bytes_per_tier
+from lazyjax.planning.program.simulate import simulate
+from lazyjax.planning.program.verify import state_bytes_per_tier, used_bytes
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
-
-#: Steps of the replay of all plans at once; those that did not settle are replayed one by one.
-_STEPS = 14
 
 
 class RandomSeconds:
@@ -131,60 +127,47 @@ def draw_roomy(rng: np.random.Generator, most_blocks: int) -> Problem:
         saves=tuple(saves),
         capacity=dict.fromkeys(Tier, 10**9),
         longest_segment=blocks if rng.random() < 0.5 else 2,
-        nvme_boundaries=nvme,
-        nvme_states=nvme_states,
+        boundary_homes=tuple(Tier) if nvme else (Tier.DEVICE, Tier.HOST),
+        state_home=Tier.NVME if nvme_states else Tier.HOST,
+        by_layer=False,
         residents=bool(rng.random() < 0.6),
     )
 
 
 def _capacities(problem: Problem, rng: np.random.Generator) -> dict[Tier, int]:
     """Between what the leanest plan seems to need and what the richest does."""
-    model = WindowModel(problem)
-    rows = memory_rows(model)
-    plans = all_plans(model, rng, most=300)
-    peaks = peak_bytes(rows, model.choices.complete(plans))
+    choices = Choices(problem)
+    plans = [choices.decode(values, "random") for values in all_plans(choices, rng, most=40)]
+    peaks = [used_bytes_of(problem, plan) for plan in plans]
     capacity = {}
     for tier in Tier:
-        low, high = float(peaks[tier].min()), float(peaks[tier].max())
+        low, high = min(peak[tier] for peak in peaks), max(peak[tier] for peak in peaks)
         capacity[tier] = int(low + (high - low) * rng.uniform(-0.02, 1.1) ** 2)
     return capacity
 
 
+def used_bytes_of(problem: Problem, plan: Plan) -> dict[Tier, int]:
+    """Peaks of a plan as its own schedule counts them, with what is there all the time."""
+    peak = used_bytes(build_schedule(plan, problem.sizes), problem.working_bytes)
+    static = state_bytes_per_tier(plan, problem.sizes)
+    static[Tier.HOST] += problem.static_host_bytes
+    return {tier: peak[tier] + static[tier] for tier in Tier}
+
+
 def plan_count(problem: Problem) -> int:
-    """How many plans a problem has."""
-    choices = WindowModel(problem).choices
-    count = len(_paths(problem))
-    for layer in choices.blocks:
-        count *= len(problem.saves[layer])
-    return count * 2 ** (len(choices.residents) + len(choices.states))
+    """How many plans a problem has, at most."""
+    return math.prod(len(cases) for cases in _alternatives(Choices(problem)))
 
 
-def _paths(problem: Problem) -> list[tuple[SegmentChoice, ...]]:
-    """All ways to cut the blocks into segments with a home each."""
-    choices = WindowModel(problem).choices
-    finished: list[tuple[SegmentChoice, ...]] = []
-    open_paths: list[tuple[SegmentChoice, ...]] = [()]
-    while open_paths:
-        path = open_paths.pop()
-        following = path[-1].end + 1 if path else 1
-        if following == problem.head:
-            finished.append(path)
-            continue
-        open_paths += [(*path, s) for s in choices.segments if s.start == following]
-    return finished
+def _alternatives(choices: Choices) -> list[Sequence[tuple[int, ...]]]:
+    return [cases for decision in choices.decisions for cases in decision.alternatives()]
 
 
 def all_plans(
-    model: WindowModel, rng: np.random.Generator | None = None, most: int | None = None
+    choices: Choices, rng: np.random.Generator | None = None, most: int | None = None
 ) -> Float64[np.ndarray, "plans binaries"]:
-    """Every assignment of a problem's decisions, or `most` random ones."""
-    choices, problem = model.choices, model.problem
-    factors: list[list[tuple[Any, ...]]] = [list(_paths(problem))]
-    for layer in choices.blocks:
-        own = [choice for choice in choices.saves if choice.layer == layer]
-        if own:
-            factors.append([(choice,) for choice in own])
-    factors += [[(), (choice,)] for choice in (*choices.residents, *choices.states)]
+    """Every assignment of a problem's decisions, or about `most` random ones."""
+    factors = _alternatives(choices)
     if most is None:
         combinations = list(itertools.product(*factors))
     else:
@@ -194,36 +177,28 @@ def all_plans(
         ]
     plans = np.zeros((len(combinations), choices.binaries))
     for row, combination in enumerate(combinations):
-        plans[row, [choices.number[choice] for part in combination for choice in part]] = 1.0
-    return plans
+        plans[row, [number for part in combination for number in part]] = 1.0
+    return np.unique(choices.repaired(plans), axis=0)
 
 
 def best_by_force(problem: Problem) -> float:
-    """The smallest period over all plans that fit; infinite if none does."""
-    model = WindowModel(problem)
-    rows = memory_rows(model)
-    plans = all_plans(model)
-    peaks = peak_bytes(rows, model.choices.complete(plans))
-    fits = np.logical_and.reduce([peaks[tier] <= problem.capacity[tier] for tier in Tier])
-    plans = plans[fits]
-    if not len(plans):
-        return float("inf")
-    found, settled, _ = BatchReplay(model, rows).periods(model.choices.complete(plans), steps=_STEPS)
-    best = float(found[settled].min()) if settled.any() else float("inf")
-    # A plan that has not settled is worth a full replay only if its queues allow less than that.
-    busy = np.max(
-        [
-            sum(
-                operation.seconds.value(model.choices.complete(plans))
-                for operation in model.operations
-                if operation.resource is resource
-            )
-            for resource in {operation.resource for operation in model.operations}
-        ],
-        axis=0,
-    )
-    for index in np.flatnonzero(~settled & (busy < best)):
-        best = min(best, window_period(model, plans[index]))
+    """The smallest period over all plans that fit; infinite if none does.
+
+    Shares nothing with the program: bytes and seconds are counted from the concrete schedule of every
+    plan, microbatch by microbatch.
+    """
+    best = math.inf
+    choices = Choices(problem)
+    for values in all_plans(choices):
+        schedule = build_schedule(choices.decode(values, "force"), problem.sizes)
+        busy: dict[Resource, float] = dict.fromkeys(Resource, 0.0)
+        for operation in schedule.operations:
+            busy[operation.resource] += problem.seconds(operation)
+        if max(busy.values()) >= best:
+            continue
+        used = used_bytes_of(problem, schedule.plan)
+        if all(used[tier] <= problem.capacity[tier] for tier in Tier):
+            best = min(best, simulate(schedule, problem.seconds).period_seconds)
     return best
 
 
@@ -246,11 +221,10 @@ def replays(first_seed: int, instances: int, solver: str | None) -> str:
         solved += 1
         difference = abs(solution.objective_seconds / solution.period_seconds - 1)
         worst_period = max(worst_period, difference)
-        peak = build_schedule(solution.plan, problem.sizes).peak_bytes()
-        static = state_bytes_per_tier(solution.plan, problem.sizes)
+        used = used_bytes_of(problem, solution.plan)
         for tier in Tier:
             if problem.capacity[tier]:
-                worst_memory = max(worst_memory, (peak[tier] + static[tier]) / problem.capacity[tier])
+                worst_memory = max(worst_memory, used[tier] / problem.capacity[tier])
     return (
         f"{instances} instances, {solved} with a plan: objective and replayed period differ by at most "
         f"{worst_period:.1e}; the fullest tier is {worst_memory:.2%} full"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lazyjax.planning.program.schedule import Buffer, Operation, Place
+from lazyjax.planning.program.schedule import Buffer, BufferRole, Operation, Place
 from lazyjax.specs import Tier
 
 
@@ -36,6 +36,8 @@ class StepBuffers:
     def free(self, places: Sequence[Place]) -> None:
         """Lets go of buffers."""
         for buffer, tier in places:
+            if buffer.role is BufferRole.STATE:
+                continue  # its copies belong to the updates
             if tier is Tier.DEVICE:
                 self.live_bytes -= self._device_bytes(self.device.pop(buffer))
             elif tier is Tier.HOST:

@@ -26,7 +26,7 @@ from lazyjax.execution.device_work import DeviceWork
 from lazyjax.execution.host_work import HostWork
 from lazyjax.execution.pending import Pending, Task
 from lazyjax.execution.recorder import Recorder
-from lazyjax.planning.program.schedule import Action, Operation, Place, Schedule
+from lazyjax.planning.program.schedule import STATE_ACTIONS, Action, Operation, Place, Schedule
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
 
@@ -138,7 +138,8 @@ class Walk:
         """Whether the walk itself waits; else the device's queues or a host thread do."""
         other = self._schedule.operations[waited]
         if operation.resource not in DEVICE_RESOURCES:
-            return bool(other.frees) and other.resource not in (Resource.COMPUTE, Resource.H2D)
+            own_threads = other.action in STATE_ACTIONS or other.resource in (Resource.COMPUTE, Resource.H2D)
+            return bool(other.frees) and not own_threads
         if other.resource is Resource.D2H:
             return operation.resource is Resource.COMPUTE
         return other.resource not in DEVICE_RESOURCES

@@ -22,7 +22,7 @@ from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import usable_cpus
 from lazyjax.planning.costs.sizes import BATCH_BYTES_PER_TOKEN
 from lazyjax.planning.planner.feasibility import feasible, nearest_miss
-from lazyjax.planning.planner.question import Request, lean_problem, settings_of
+from lazyjax.planning.planner.question import Request, problem_of, settings_of
 from lazyjax.planning.planner.request import build_request
 from lazyjax.planning.planner.search import predict
 from lazyjax.planning.planner.service import refusal
@@ -106,7 +106,8 @@ def check_step_memory(config: Config, template: ModelTemplate, device: jax.Devic
             _check_fixed(config, template, request, keys)
         elif not feasible(request):
             finest = dataclasses.replace(request, microbatches=request.microbatches or request.rows)
-            shortfall = nearest_miss([lean_problem(request, setting) for setting in settings_of(finest)])
+            lean = [problem_of(request, setting, lean=True) for setting in settings_of(finest)]
+            shortfall = nearest_miss(lean)
             words = refusal(request, shortfall, _offers(config, ask))
             raise MachineError(f"{keys}: {words}; {_less(config, request, ask)}shorter sequences take less")
     except OverflowError as error:

@@ -6,14 +6,14 @@ import numpy as np
 
 from experiments.benchmarks.planner_exactness import all_plans, draw_roomy
 from lazyjax.planning.plan.document import Plan
+from lazyjax.planning.planner.choices import Choices
 from lazyjax.planning.planner.problem import Problem
-from lazyjax.planning.planner.windows import WindowModel
 
 
 @functools.cache
 def random_plans(seed: int, count: int = 2) -> tuple[Problem, list[Plan]]:
     """A random problem of up to five blocks with room for anything, and random plans of it."""
     problem = draw_roomy(np.random.default_rng(seed), most_blocks=5)
-    model = WindowModel(problem)
-    drawn = all_plans(model, np.random.default_rng(seed + 1), most=count)
-    return problem, [model.choices.decode(values, "random") for values in drawn]
+    choices = Choices(problem)
+    drawn = all_plans(choices, np.random.default_rng(seed + 1), most=count)
+    return problem, [choices.decode(values, "random") for values in drawn]

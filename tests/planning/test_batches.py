@@ -33,9 +33,7 @@ def test_what_cannot_fit_is_refused_without_a_solver(monkeypatch):
     found = find_plan(asked)
     assert found.plan is None
     state = sum(layer.state_bytes for layer in asked.sizes(1).layers)
-    assert found.shortfall_bytes == {
-        Tier.HOST: asked.static_host_bytes + state - asked.capacity[Tier.HOST]
-    }
+    assert found.shortfall_bytes == {Tier.HOST: asked.static_host_bytes + state - asked.capacity[Tier.HOST]}
     assert not feasibility.feasible(asked)
     assert feasibility.largest_batch(asked, below=64) == 0
 

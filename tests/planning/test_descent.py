@@ -11,34 +11,40 @@ from hypothesis import strategies as st
 from experiments.benchmarks.planner_exactness import all_plans, best_by_force, draw_roomy, random_problem
 from lazyjax.planning.plan.document import LayerPlan, Plan
 from lazyjax.planning.planner.batch_replay import BatchReplay
-from lazyjax.planning.planner.descent import changes, descend, free_device_memory, reduce_traffic
-from lazyjax.planning.planner.milp import Program, window_period
-from lazyjax.planning.planner.problem import Choices, Problem
-from lazyjax.planning.planner.rounding import carry_round
-from lazyjax.planning.planner.window_memory import memory_rows, peak_bytes, usable_bytes
-from lazyjax.planning.planner.windows import WindowModel
+from lazyjax.planning.planner.choices import Choices
+from lazyjax.planning.planner.descent import descend, free_device_memory, reduce_traffic
+from lazyjax.planning.planner.memory import memory_rows, usable_bytes
+from lazyjax.planning.planner.milp import Program
+from lazyjax.planning.planner.problem import Problem
+from lazyjax.planning.planner.timing import TimeModel
 from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, Action, LayerSizes, ModelSizes
 from lazyjax.specs import Tier
 
 
 def is_plan(choices: Choices, values: np.ndarray) -> bool:
-    return set(np.unique(values)) <= {0.0, 1.0} and all(
-        affine.value(values) == right for affine, right in choices.equalities()
-    )
+    def kept(row):
+        value = float(row.terms.value(values))
+        return value == row.right if row.sense == "=" else value <= row.right
+
+    return set(np.unique(values)) <= {0.0, 1.0} and all(map(kept, choices.rows()))
+
+
+def replay_of(problem: Problem) -> BatchReplay:
+    model = TimeModel(problem)
+    return BatchReplay(model, memory_rows(problem, model.choices))
 
 
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 60), st.integers(0, 2**32 - 1))
 def test_rounding_gives_plans_with_the_same_running_sums(seed, weights):
-    model = WindowModel(draw_roomy(np.random.default_rng(seed), most_blocks=5))
-    choices = model.choices
+    choices = Choices(draw_roomy(np.random.default_rng(seed), most_blocks=5))
     rng = np.random.default_rng(weights)
-    plans = all_plans(model, rng, most=5)
+    plans = all_plans(choices, rng, most=5)
     relaxed = rng.dirichlet(np.ones(len(plans))) @ plans
-    rounded = carry_round(choices, relaxed)
+    rounded = choices.rounded(relaxed)
     assert is_plan(choices, rounded)
-    for family in (choices.residents, choices.states):
-        numbers = [choices.number[choice] for choice in family]
+    numbers = list(choices.state_home.number.values())
+    if numbers:
         ahead = np.cumsum(rounded[numbers]) - np.cumsum(relaxed[numbers])
         assert np.all(ahead <= 1e-5)
         assert np.all(ahead >= -1 - 1e-9)
@@ -46,35 +52,34 @@ def test_rounding_gives_plans_with_the_same_running_sums(seed, weights):
 
 def test_rounding_leaves_plans_alone():
     for seed in range(20):
-        model = WindowModel(draw_roomy(np.random.default_rng(seed), most_blocks=5))
-        for values in all_plans(model, np.random.default_rng(seed), most=3):
-            np.testing.assert_array_equal(carry_round(model.choices, values), values)
+        choices = Choices(draw_roomy(np.random.default_rng(seed), most_blocks=5))
+        for values in all_plans(choices, np.random.default_rng(seed), most=3):
+            np.testing.assert_array_equal(choices.rounded(values), values)
 
 
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 200))
 def test_changes_lead_from_plans_to_other_plans(seed):
-    model = WindowModel(draw_roomy(np.random.default_rng(seed), most_blocks=5))
-    values = all_plans(model, np.random.default_rng(seed), most=1)[0]
-    seen = set()
-    for change in changes(model.choices, values):
+    choices = Choices(draw_roomy(np.random.default_rng(seed), most_blocks=5))
+    values = all_plans(choices, np.random.default_rng(seed), most=1)[0]
+    for change in choices.changes(values):
         after = values.copy()
         assert all(values[list(change.off)] == 1)
         assert all(values[list(change.on)] == 0)
         after[list(change.off)], after[list(change.on)] = 0.0, 1.0
-        assert is_plan(model.choices, after)
-        seen.add(after.tobytes())
-    assert values.tobytes() not in seen
+        repaired = choices.repaired(after[None])[0]
+        assert is_plan(choices, repaired)
+        assert not np.array_equal(after, values)
 
 
 def test_descent_fits_never_loses_and_comes_close_to_brute_force():
     ratios = []
     for seed in range(12):
-        problem = random_problem(seed, most_plans=500)
+        problem = random_problem(seed, most_plans=100)
         force = best_by_force(problem)
         program = Program(problem)
         program.relax()
-        plans = all_plans(program.model, np.random.default_rng(seed), most=40)
+        plans = all_plans(program.model.choices, np.random.default_rng(seed), most=40)
         completed = program.model.choices.complete(plans)
         fitting = plans[program.replay.excess(completed) <= 0]
         starts = [*fitting[:1], *plans[:2]]
@@ -84,10 +89,10 @@ def test_descent_fits_never_loses_and_comes_close_to_brute_force():
                 assert position or not len(fitting)
                 continue
             assert program.replay.excess(program.model.choices.complete(found[None]))[0] == 0
-            period = window_period(program.model, found)
+            period = program.model.period(found)
             assert period >= force * (1 - 1e-9)
             if position == 0 and len(fitting):
-                assert period <= window_period(program.model, start) * (1 + 1e-6)
+                assert period <= program.model.period(start) * (1 + 1e-6)
                 ratios.append(period / force)
     assert len(ratios) >= 4
     assert np.median(ratios) <= 1.02
@@ -98,15 +103,14 @@ def test_descent_brings_memory_within_capacity():
     found = 0
     for seed in range(15):
         roomy = draw_roomy(np.random.default_rng(seed), most_blocks=5)
-        model = WindowModel(roomy)
-        rows = memory_rows(model)
-        plans = all_plans(model, np.random.default_rng(seed), most=30)
-        peaks = peak_bytes(rows, model.choices.complete(plans))[Tier.DEVICE]
+        choices = Choices(roomy)
+        rows = memory_rows(roomy, choices)
+        plans = all_plans(choices, np.random.default_rng(seed), most=30)
+        peaks = rows.peak_bytes(choices.complete(plans))[Tier.DEVICE]
         richest, leanest = int(np.argmax(peaks)), int(np.argmin(peaks))
         capacity = {**roomy.capacity, Tier.DEVICE: int(peaks[leanest] + peaks[richest]) // 2 + 1}
-        tight = WindowModel(dataclasses.replace(roomy, capacity=capacity))
-        replay = BatchReplay(tight, memory_rows(tight))
-        if replay.excess(tight.choices.complete(plans[richest][None]))[0] > 0:
+        replay = replay_of(dataclasses.replace(roomy, capacity=capacity))
+        if replay.excess(replay.model.choices.complete(plans[richest][None]))[0] > 0:
             found += descend(replay, plans[richest], math.inf) is not None
     assert found >= 9
 
@@ -119,16 +123,16 @@ def test_plans_are_tidied_and_room_is_made_in_the_same_time(lower, measure):
     less = 0
     for seed in range(12):
         problem = random_problem(seed, most_blocks=5, most_plans=None)
-        model = WindowModel(problem)
-        replay = BatchReplay(model, memory_rows(model))
-        plans = all_plans(model, np.random.default_rng(seed), most=30)
+        replay = replay_of(problem)
+        model = replay.model
+        plans = all_plans(model.choices, np.random.default_rng(seed), most=30)
         fitting = plans[replay.excess(model.choices.complete(plans)) <= 0]
         if not len(fitting):
             continue
         lowered = lower(replay, fitting[0], math.inf)
         before, after = (model.choices.complete(values[None]) for values in (fitting[0], lowered))
         assert replay.excess(after)[0] == 0
-        assert window_period(model, lowered) <= window_period(model, fitting[0]) * (1 + 1e-6)
+        assert model.period(lowered) <= model.period(fitting[0]) * (1 + 1e-6)
         assert measure(replay, after)[0] <= measure(replay, before)[0]
         less += bool(measure(replay, after)[0] < measure(replay, before)[0])
     assert less >= 3
@@ -155,26 +159,28 @@ def test_room_that_was_made_lets_descent_go_on():
     roomy = Problem(
         plan, sizes, seconds, options, dict.fromkeys(Tier, 10**6), longest_segment=1, residents=False
     )
-    model = WindowModel(roomy)
-    start = model.choices.encode(plan)
-    needed = peak_bytes(memory_rows(model), model.choices.complete(start[None]))[Tier.DEVICE]
+    choices = Choices(roomy)
+    start = choices.encode(plan)
+    needed = memory_rows(roomy, choices).peak_bytes(choices.complete(start[None]))[Tier.DEVICE]
     capacity = {**roomy.capacity, Tier.DEVICE: int(needed[0])}
     program = Program(dataclasses.replace(roomy, capacity=capacity))
-    period = window_period(program.model, start)
-    assert window_period(program.model, descend(program.replay, start, math.inf)) == period
+    period = program.model.period(start)
+    assert program.model.period(descend(program.replay, start, math.inf)) == period
     again = program.descend([start], math.inf)
-    assert window_period(program.model, again) <= period - 2
-    assert window_period(program.model, program.descend([start], math.inf, enough_seconds=period)) == period
+    assert program.model.period(again) <= period - 2
+    assert program.model.period(program.descend([start], math.inf, enough_seconds=period)) == period
 
 
 def test_the_devices_share_is_the_mean_of_its_memory_rows():
     problem = random_problem(7, most_blocks=4, most_plans=None)
-    model = WindowModel(problem)
-    rows = memory_rows(model)
-    values = model.choices.complete(all_plans(model, np.random.default_rng(0), most=3))
-    device = [row.bytes.value(values) for row in rows if row.tier is Tier.DEVICE]
-    expected = np.mean(device, axis=0) / usable_bytes(problem.capacity[Tier.DEVICE])
-    np.testing.assert_allclose(BatchReplay(model, rows).device_share(values), expected)
+    replay = replay_of(problem)
+    choices = replay.model.choices
+    rows = memory_rows(problem, choices)
+    values = choices.complete(all_plans(choices, np.random.default_rng(0), most=3))
+    live = values @ rows.matrix + rows.constants
+    on_device = [tier is Tier.DEVICE for tier in rows.tiers]
+    expected = live[:, on_device].mean(axis=1) / usable_bytes(problem.capacity[Tier.DEVICE])
+    np.testing.assert_allclose(replay.device_share(values), expected)
 
 
 def test_descent_keeps_what_the_program_keeps_of_large_memories():
@@ -182,14 +188,11 @@ def test_descent_keeps_what_the_program_keeps_of_large_memories():
     assert usable_bytes(1000) == 1000
     assert 10**11 - 30_000 < usable_bytes(10**11) < 10**11 - 10_000
     problem = draw_roomy(np.random.default_rng(3), most_blocks=3)
-    model = WindowModel(problem)
-    rows = memory_rows(model)
-    values = model.choices.complete(all_plans(model, np.random.default_rng(3), most=1))
-    size = round(float(peak_bytes(rows, values)[Tier.HOST][0]))
+    choices = Choices(problem)
+    rows = memory_rows(problem, choices)
+    values = all_plans(choices, np.random.default_rng(3), most=1)
+    size = round(float(rows.peak_bytes(choices.complete(values))[Tier.HOST][0]))
     large = dataclasses.replace(problem, static_host_bytes=10**11 - size, capacity={**problem.capacity})
     for room, fits in ((10**11, False), (10**11 + 30_000, True)):
-        capacity = {**large.capacity, Tier.HOST: room}
-        tight = WindowModel(dataclasses.replace(large, capacity=capacity))
-        replay = BatchReplay(tight, memory_rows(tight))
-        excess = replay.excess(tight.choices.complete(values[:, : tight.choices.binaries]))
-        assert bool(excess[0] <= 0) is fits
+        replay = replay_of(dataclasses.replace(large, capacity={**large.capacity, Tier.HOST: room}))
+        assert bool(replay.excess(replay.model.choices.complete(values))[0] <= 0) is fits

@@ -3,16 +3,13 @@
 import dataclasses
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazyjax.planning.plan.document import Prediction
-from lazyjax.planning.planner.windows import WindowModel, window_schedule
 from lazyjax.planning.program.critical import critical_path, exposed_seconds
 from lazyjax.planning.program.schedule import Action, BufferRole, build_schedule
-from lazyjax.planning.program.simulate import simulate
 from lazyjax.planning.program.verify import (
     VerificationError,
     check_buffers,
@@ -167,34 +164,3 @@ def test_late_fetches_and_missing_updates_are_found(seed):
     if plans[0].prefetch < len(plans[0].layers) - 1:
         with pytest.raises(VerificationError, match="only after"):
             check_data_flow(dataclasses.replace(schedule, plan=deeper))
-
-
-def test_both_granularities_do_the_same_work_in_nearly_the_same_time():
-    """The program's schedule is not derived from the executor's; every link must be as busy in both.
-
-    Layer by layer more may move: what turns around between the passes stays on the device.
-    """
-    ratios = []
-    for seed in range(40):
-        problem, plans = random_plans(seed)
-        model = WindowModel(problem)
-        for plan in plans:
-            schedule, seconds = window_schedule(model, model.choices.complete(model.choices.encode(plan)))
-            by_window = simulate(schedule, lambda operation, s=seconds: s[operation.index])
-            by_microbatch = simulate(build_schedule(plan, problem.sizes), problem.seconds)
-            for resource in Resource:
-                most = by_window.busy_seconds.get(resource, 0.0)
-                busy = by_microbatch.busy_seconds.get(resource, 0.0)
-                if resource in (Resource.COMPUTE, Resource.CPU):
-                    assert busy == pytest.approx(most, rel=1e-9)
-                    continue
-                assert busy <= most * (1 + 1e-9)
-                homes = {layer.boundary.value for layer in plan.layers}
-                homes |= {tier.value for layer in plan.layers for tier in layer.saved.values()}
-                if plan.interlayer_home == "device" and homes == {"device"}:
-                    assert busy == pytest.approx(most, rel=1e-9)
-            ratios.append(by_microbatch.period_seconds / by_window.period_seconds)
-    assert min(ratios) >= 0.75
-    assert max(ratios) <= 1.15
-    assert abs(np.median(ratios) - 1) <= 0.01
-    assert np.mean(np.abs(np.array(ratios) - 1) <= 0.03) >= 0.5

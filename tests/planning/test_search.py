@@ -22,9 +22,9 @@ from lazyjax.planning.plan.baselines import BASELINES
 from lazyjax.planning.plan.document import PlanError, load_plan
 from lazyjax.planning.planner import search, service
 from lazyjax.planning.planner.feasibility import feasible, largest_batch
+from lazyjax.planning.planner.memory import memory_rows
 from lazyjax.planning.planner.milp import memory_shortfall
 from lazyjax.planning.planner.question import (
-    lean_problem,
     microbatch_counts,
     padding_share,
     problem_of,
@@ -33,8 +33,7 @@ from lazyjax.planning.planner.question import (
 from lazyjax.planning.planner.request import build_request, request_key
 from lazyjax.planning.planner.search import find_plan, predict
 from lazyjax.planning.planner.service import InfeasibleError, solve_cached, verify_for
-from lazyjax.planning.planner.window_memory import memory_rows
-from lazyjax.planning.planner.windows import WindowModel
+from lazyjax.planning.planner.timing import TimeModel
 from lazyjax.runs import RunError
 from lazyjax.specs import Tier
 from tests.tiny import template
@@ -130,9 +129,9 @@ def test_largest_batch_fits_and_one_more_does_not(request_):
     assert 0 < rows < 15
     # Whatever the microbatches, one row more does not fit.
     beyond = dataclasses.replace(tight, rows=rows + 1)
-    assert all(memory_shortfall(lean_problem(beyond, settings)) for settings in settings_of(beyond))
+    assert all(memory_shortfall(problem_of(beyond, settings, lean=True)) for settings in settings_of(beyond))
     assert not all(
-        memory_shortfall(lean_problem(fitting, settings))
+        memory_shortfall(problem_of(fitting, settings, lean=True))
         for fitting in [dataclasses.replace(tight, rows=rows)]
         for settings in settings_of(fitting)
     )
@@ -160,13 +159,13 @@ def test_what_is_shared_between_layers_of_one_kind_is_right_for_each():
     )
     problem = problem_of(request, settings_of(request)[0])
     assert problem.kinds is not None
-    shared, own = (WindowModel(p) for p in (problem, dataclasses.replace(problem, kinds=None)))
-    values = np.random.default_rng(0).random((3, shared.choices.size))
-    np.testing.assert_allclose(shared.durations(values), own.durations(values), rtol=1e-12)
-    for mine, its in zip(memory_rows(shared), memory_rows(own), strict=True):
-        assert (mine.tier, mine.bytes.constant, mine.bytes.terms) == (
-            its.tier, its.bytes.constant, its.bytes.terms
-        )  # fmt: skip
+    shared, own = (TimeModel(p) for p in (problem, dataclasses.replace(problem, kinds=None)))
+    for mine, its in zip(shared.operations, own.operations, strict=True):
+        assert mine.seconds.constant == pytest.approx(its.seconds.constant, rel=1e-12)
+        assert mine.seconds.terms == pytest.approx(its.seconds.terms, rel=1e-12)
+    mine, its = (memory_rows(model.problem, model.choices) for model in (shared, own))
+    np.testing.assert_array_equal(mine.matrix, its.matrix)
+    np.testing.assert_array_equal(mine.constants, its.constants)
 
 
 def test_command_writes_a_plan_a_picture_and_a_trace(tmp_path, capsys):
@@ -311,7 +310,7 @@ def test_models_are_read_from_folders_and_files(tmp_path):
 
 def leanest_device_bytes(request, settings):
     nothing = dataclasses.replace(request, capacity={**request.capacity, Tier.DEVICE: 0})
-    return memory_shortfall(lean_problem(nothing, settings))[Tier.DEVICE]
+    return memory_shortfall(problem_of(nothing, settings, lean=True))[Tier.DEVICE]
 
 
 def printed(renderable):

@@ -216,8 +216,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--epoch-rows", type=positive, metavar="ROWS", help="tell the hours of so many rows")
     parser.add_argument(
-        "--max-batch", type=positive, metavar="ROWS",
-        help="plan batches up to ROWS and take the smallest within 1 %% of the best throughput"
+        "--max-batch",
+        type=positive,
+        metavar="ROWS",
+        help="plan batches up to ROWS and take the smallest within 1 %% of the best throughput",
     )
     parser.add_argument("--microbatches", type=positive, help="fix the number of microbatches")
     parser.add_argument(

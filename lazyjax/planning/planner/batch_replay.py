@@ -1,7 +1,7 @@
 """Periods and memory of many assignments of one problem at once, with arrays in place of numbers.
 
 The same replay as `lazyjax.planning.program.simulate`, for a fixed number of steps, and the memory rows of
-`lazyjax.planning.planner.window_memory`. Descent compares thousands of plans with it, and brute force all
+`lazyjax.planning.planner.memory`. Descent compares thousands of plans with it, and brute force all
 of them.
 """
 
@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import scipy.sparse
 from jaxtyping import Bool, Float64
 
-from lazyjax.planning.planner.window_memory import MemoryRow, usable_bytes
-from lazyjax.planning.planner.windows import WindowModel
+from lazyjax.planning.planner.affine import Number
+from lazyjax.planning.planner.memory import MemoryRows, usable_bytes
+from lazyjax.planning.planner.timing import TimeModel
+from lazyjax.planning.program.conditions import ALWAYS, Condition
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
 
@@ -48,26 +51,27 @@ class BatchReplay:
     """Evaluates assignments of a problem's decisions.
 
     Args:
-        rows: the problem's memory rows; their derived quantities are among the model's choices.
+        rows: the problem's memory rows; their products are among the model's choices.
     """
 
-    def __init__(self, model: WindowModel, rows: Sequence[MemoryRow]) -> None:
+    def __init__(self, model: TimeModel, rows: MemoryRows) -> None:
         self.model = model
         size, operations = model.choices.size, model.operations
-        self._limits = np.array([usable_bytes(model.problem.capacity[row.tier]) for row in rows])
-        self._bytes = _matrix([row.bytes.terms for row in rows], size)
-        self._bytes_constant = np.array([row.bytes.constant for row in rows])
-        on_device = np.array([row.tier is Tier.DEVICE for row in rows], float)
+        self._limits = np.array([usable_bytes(model.problem.capacity[tier]) for tier in rows.tiers])
+        self._bytes, self._bytes_constant = rows.matrix, rows.constants
+        on_device = np.array([tier is Tier.DEVICE for tier in rows.tiers], float)
         weights = on_device / np.maximum(self._limits, 1.0) / max(1.0, on_device.sum())
         self._share, self._share_constant = self._bytes @ weights, self._bytes_constant @ weights
         self._seconds = _matrix([operation.seconds.terms for operation in operations], size)
         self._seconds_constant = np.array([operation.seconds.constant for operation in operations])
+        # What no plan needs has no pace of its own.
+        self._everywhere = [o.index for o in operations if ALWAYS in o.exists]
         moves = np.array([operation.resource not in _COMPUTING for operation in operations], float)
         self._moving, self._moving_constant = self._seconds @ moves, self._seconds_constant @ moves
 
     def excess(self, values: Completed) -> PerAssignment:
         """By what share capacities are exceeded: the worst row, and a little of all; 0 where all fit."""
-        over = values @ self._bytes + self._bytes_constant - self._limits
+        over = _product(values, self._bytes) + (self._bytes_constant - self._limits)
         shares = np.maximum(over, 0.0) / np.maximum(self._limits, 1.0)
         return np.asarray(shares.max(axis=1, initial=0.0) + _SUM_WEIGHT * shares.sum(axis=1))
 
@@ -92,7 +96,7 @@ class BatchReplay:
             before: ends of a step to go on from, for assignments close to the one it is of; by
                 default queues are empty.
         """
-        durations = np.ascontiguousarray((values @ self._seconds + self._seconds_constant).T)
+        durations = np.ascontiguousarray((_product(values, self._seconds) + self._seconds_constant).T)
         absent = self._absent_waits(values)
         if before is None:
             end = self._step(durations, absent, None)
@@ -101,30 +105,23 @@ class BatchReplay:
         for _ in range(steps - 1):
             last, end = end, self._step(durations, absent, end)
         advances = end - last
-        low, high = advances.min(axis=0), advances.max(axis=0)
+        low, high = advances[self._everywhere].min(axis=0), advances.max(axis=0)
         return Periods(high, np.asarray(high - low <= _ACCURACY * high), end)
 
-    def _absent_waits(self, values: Completed) -> dict[tuple[int, int], PerAssignment | None]:
-        """Per conditional wait: 0 where it applies and minus infinity elsewhere; None if nowhere."""
-        absent: dict[tuple[int, int], PerAssignment | None] = {}
+    def _absent_waits(self, values: Completed) -> dict[Condition, PerAssignment | None]:
+        """Per condition of a wait: 0 where it applies and minus infinity elsewhere; None if nowhere."""
+        absent: dict[Condition, PerAssignment | None] = {}
         for operation in self.model.operations:
-            for wait, condition in operation.waits:
-                if condition is not None:
+            for _, condition in (*operation.binding, *operation.waits_previous):
+                if condition != ALWAYS and condition not in absent:
                     applies = condition.value(values) > 0.5
-                    # Two conditions may name the same wait.
-                    key = (operation.index, wait)
-                    earlier = absent[key] if key in absent else None
-                    if applies.any():
-                        offsets = np.where(applies, 0.0, -np.inf)
-                        absent[key] = offsets if earlier is None else np.maximum(earlier, offsets)
-                    else:
-                        absent[key] = earlier
+                    absent[condition] = np.where(applies, 0.0, -np.inf) if applies.any() else None
         return absent
 
     def _step(
         self,
         durations: Float64[np.ndarray, "operations batch"],
-        absent: dict[tuple[int, int], PerAssignment | None],
+        absent: dict[Condition, PerAssignment | None],
         previous: Float64[np.ndarray, "operations batch"] | None,
     ) -> Float64[np.ndarray, "operations batch"]:
         operations = self.model.operations
@@ -133,25 +130,40 @@ class BatchReplay:
             for operation in operations:
                 free[operation.resource] = previous[operation.index]
         end = np.empty_like(durations)
+
+        def delay(moment: PerAssignment, waited: PerAssignment, condition: Condition) -> None:
+            if condition == ALWAYS:
+                np.maximum(moment, waited, out=moment)
+                return
+            offsets = absent[condition]
+            if offsets is not None:
+                np.maximum(moment, waited + offsets, out=moment)
+
         for operation in operations:
             moment = end[operation.index]
             moment[:] = free[operation.resource] if operation.resource in free else 0.0
-            for wait, condition in operation.waits:
-                if condition is None:
-                    np.maximum(moment, end[wait], out=moment)
-                    continue
-                offsets = absent[operation.index, wait]
-                if offsets is not None:
-                    np.maximum(moment, end[wait] + offsets, out=moment)
+            for wait, condition in operation.binding:
+                delay(moment, end[wait], condition)
             if previous is not None:
-                for wait in operation.waits_previous:
-                    np.maximum(moment, previous[wait], out=moment)
+                for wait, condition in operation.waits_previous:
+                    delay(moment, previous[wait], condition)
             moment += durations[operation.index]
             free[operation.resource] = moment
         return end
 
 
-def _matrix(columns: Sequence[dict[int, float]], size: int) -> Float64[np.ndarray, "variables columns"]:
+def _product(
+    values: Completed, matrix: Float64[np.ndarray, "variables columns"]
+) -> Float64[np.ndarray, "batch columns"]:
+    """values @ matrix, for assignments that are all close to the first."""
+    differing = np.flatnonzero((values != values[0]).any(axis=0))
+    if 2 * len(differing) > len(values[0]):
+        return np.asarray(values @ matrix)
+    changed = scipy.sparse.csr_array(values - values[0])
+    return np.asarray(changed @ matrix + values[0] @ matrix)
+
+
+def _matrix(columns: Sequence[dict[int, Number]], size: int) -> Float64[np.ndarray, "variables columns"]:
     matrix = np.zeros((size, len(columns)))
     for column, terms in enumerate(columns):
         for variable, coefficient in terms.items():

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Int
 
 from lazyjax.planning.planner.batch_replay import BatchReplay, Completed, PerAssignment
-from lazyjax.planning.planner.problem import Choices, SaveChoice, SegmentChoice
-from lazyjax.planning.planner.rounding import Binaries
+from lazyjax.planning.planner.choices import Choices
+from lazyjax.planning.planner.decisions.decision import Binaries, Change, ManyBinaries
 
 #: Replayed steps: queues that begin empty are in step after a few, those of a neighbour sooner.
 _STEPS_FROM_EMPTY, _STEPS = 6, 4
@@ -28,13 +27,6 @@ _LEAST_GAIN = 1e-5
 _SAME_PERIOD = 1e-7
 #: Changes that are tried together.
 _MOST_TOGETHER = 64
-
-
-class Change(NamedTuple):
-    """Decisions, by number, that are taken back and taken instead."""
-
-    off: tuple[int, ...]
-    on: tuple[int, ...]
 
 
 def descend(replay: BatchReplay, values: Binaries, deadline: float) -> Binaries | None:
@@ -49,8 +41,8 @@ def descend(replay: BatchReplay, values: Binaries, deadline: float) -> Binaries 
     replayed = replay.periods(start, steps=_STEPS_FROM_EMPTY)
     period, end = float(replayed.seconds[0]), replayed.end[:, 0]
     while time.monotonic() < deadline:
-        found = changes(choices, values)
-        each = choices.complete(np.array([_changed(values, change) for change in found]))
+        found = choices.changes(values)
+        each = choices.complete(_changed_each(choices, values, found))
         exceeding = replay.excess(each)
         useful = np.flatnonzero(exceeding < excess * (1 - 1e-9) if excess > 0 else exceeding <= 0)
         if not len(useful):
@@ -63,7 +55,7 @@ def descend(replay: BatchReplay, values: Binaries, deadline: float) -> Binaries 
         else:
             worth = lost < -_LEAST_GAIN * period
             order = useful[worth][np.argsort(lost[worth])]
-        tried = np.array(list(itertools.islice(_cumulative(values, found, order), _MOST_TOGETHER)))
+        tried = np.array(list(itertools.islice(_cumulative(choices, values, found, order), _MOST_TOGETHER)))
         if not len(tried):
             break
         together = choices.complete(tried)
@@ -114,8 +106,8 @@ def _lowered(
     slowest = float(replayed.seconds[0]) * (1 + _SAME_PERIOD)
     level, end = float(measure(start)[0]), replayed.end[:, 0]
     while time.monotonic() < deadline:
-        found = changes(choices, values)
-        each = choices.complete(np.array([_changed(values, change) for change in found]))
+        found = choices.changes(values)
+        each = choices.complete(_changed_each(choices, values, found))
         less = level - measure(each)
         useful = np.flatnonzero((less > _LEAST_GAIN * level) & (replay.excess(each) <= 0))
         if not len(useful):
@@ -123,7 +115,7 @@ def _lowered(
         seconds = replay.periods(each[useful], steps=_STEPS, before=end).seconds
         free = useful[seconds <= slowest]
         order = free[np.argsort(-less[free])]
-        tried = np.array(list(itertools.islice(_cumulative(values, found, order), _MOST_TOGETHER)))
+        tried = np.array(list(itertools.islice(_cumulative(choices, values, found, order), _MOST_TOGETHER)))
         if not len(tried):
             break
         together = choices.complete(tried)
@@ -135,25 +127,17 @@ def _lowered(
     return values
 
 
-def changes(choices: Choices, values: Binaries) -> list[Change]:
-    """All single changes, and exchanges between layers that decide differently."""
-    return [
-        *_save_changes(choices, values),
-        *_flips(choices, values),
-        *_segment_changes(choices, values),
-        *_exchanges(choices, values),
-    ]
-
-
-def _changed(values: Binaries, change: Change) -> Binaries:
-    after = values.copy()
-    after[list(change.off)] = 0.0
-    after[list(change.on)] = 1.0
-    return after
+def _changed_each(choices: Choices, values: Binaries, changes: Sequence[Change]) -> ManyBinaries:
+    """The assignment after each of the changes by itself."""
+    after = np.repeat(values[None], len(changes), axis=0)
+    for row, change in zip(after, changes, strict=True):
+        row[list(change.off)] = 0.0
+        row[list(change.on)] = 1.0
+    return choices.repaired(after)
 
 
 def _cumulative(
-    values: Binaries, found: Sequence[Change], order: Int[np.ndarray, "changes"]
+    choices: Choices, values: Binaries, found: Sequence[Change], order: Int[np.ndarray, "changes"]
 ) -> Iterator[Binaries]:
     """After the first change, the first two, and so on; leaves out those that touch an earlier one."""
     touched: set[int] = set()
@@ -162,87 +146,5 @@ def _cumulative(
         own = {*found[index].off, *found[index].on}
         if touched.isdisjoint(own):
             touched |= own
-            after = _changed(after, found[index])
+            after = _changed_each(choices, after, [found[index]])[0]
             yield after
-
-
-def _save_changes(choices: Choices, values: Binaries) -> Iterator[Change]:
-    for layer in choices.blocks:
-        numbers = [choices.number[choice] for choice in choices.saves_of(layer)]
-        current = [number for number in numbers if values[number] > 0.5]
-        yield from (Change(tuple(current), (number,)) for number in numbers if number not in current)
-
-
-def _flips(choices: Choices, values: Binaries) -> Iterator[Change]:
-    for family in (choices.residents, choices.states):
-        for number in (choices.number[choice] for choice in family):
-            yield Change((number,), ()) if values[number] > 0.5 else Change((), (number,))
-
-
-def _chosen_segments(choices: Choices, values: Binaries) -> list[SegmentChoice]:
-    chosen = [segment for segment in choices.segments if values[choices.number[segment]] > 0.5]
-    return sorted(chosen, key=lambda segment: segment.start)
-
-
-def _segment_changes(choices: Choices, values: Binaries) -> Iterator[Change]:
-    """Another home; a cut into two; a union with the next; another border with it."""
-    segments = _chosen_segments(choices, values)
-    for segment, following in itertools.zip_longest(segments, segments[1:]):
-        for home in choices.homes:
-            if home is not segment.home:
-                yield _replaced(choices, [segment], [segment._replace(home=home)])
-            for cut in range(segment.start + 1, segment.end + 1):
-                parts = [segment._replace(end=cut - 1), SegmentChoice(cut, segment.end, home)]
-                yield _replaced(choices, [segment], parts)
-        if following is None:
-            continue
-        pair = [segment, following]
-        united = segment._replace(end=following.end)
-        moved = [
-            [segment._replace(end=cut - 1), following._replace(start=cut)]
-            for cut in (following.start - 1, following.start + 1)
-        ]
-        for after in ([united], *moved):
-            if all(part.start <= part.end and part in choices.number for part in after):
-                yield _replaced(choices, pair, after)
-
-
-def _replaced(choices: Choices, before: list[SegmentChoice], after: list[SegmentChoice]) -> Change:
-    return Change(
-        tuple(choices.number[segment] for segment in before),
-        tuple(choices.number[segment] for segment in after),
-    )
-
-
-def _exchanges(choices: Choices, values: Binaries) -> Iterator[Change]:
-    """Two layers exchange what they decide: each with the nearest and the furthest that differs."""
-    for family in (choices.residents, choices.states):
-        numbers = {choice.layer: choices.number[choice] for choice in family}
-        decided = {layer: bool(values[number] > 0.5) for layer, number in numbers.items()}
-        for one, other in _different(decided):
-            on, off = (one, other) if decided[other] else (other, one)
-            yield Change((numbers[off],), (numbers[on],))
-    chosen = [choice for choice in choices.saves if values[choices.number[choice]] > 0.5]
-    options = {choice.layer: choice.option for choice in chosen}
-    for one, other in _different(options):
-        if choices.problem.saves[one] == choices.problem.saves[other]:
-            before = SaveChoice(one, options[one]), SaveChoice(other, options[other])
-            after = SaveChoice(one, options[other]), SaveChoice(other, options[one])
-            yield Change(*(tuple(choices.number[choice] for choice in pair) for pair in (before, after)))
-    segments = {segment.start: segment for segment in _chosen_segments(choices, values)}
-    for one, other in _different({start: segment.home for start, segment in segments.items()}):
-        first, second = segments[one], segments[other]
-        after_both = [first._replace(home=second.home), second._replace(home=first.home)]
-        yield _replaced(choices, [first, second], after_both)
-
-
-def _different(decided: Mapping[int, Hashable]) -> Iterator[tuple[int, int]]:
-    layers = sorted(decided)
-    seen: set[tuple[int, int]] = set()
-    for position, one in enumerate(layers):
-        later = layers[position + 1 :]
-        for order in (later, later[::-1]):
-            other = next((layer for layer in order if decided[layer] != decided[one]), None)
-            if other is not None and (one, other) not in seen:
-                seen.add((one, other))
-                yield one, other

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from lazyjax.planning.planner.milp import memory_shortfall
 from lazyjax.planning.planner.necessary import necessary_shortfall
 from lazyjax.planning.planner.problem import Problem
-from lazyjax.planning.planner.question import Request, lean_problem, microbatch_counts, settings_of
+from lazyjax.planning.planner.question import Request, microbatch_counts, problem_of, settings_of
 from lazyjax.specs import Tier
 
 #: Seconds for the nearest miss of one setting.
@@ -30,7 +30,7 @@ def finest_miss(request: Request) -> dict[Tier, int]:
 def _finest_problems(request: Request) -> list[Problem]:
     finest = request.microbatches or request.rows // request.devices
     settings = settings_of(dataclasses.replace(request, microbatches=finest))
-    return [lean_problem(request, setting) for setting in settings]
+    return [problem_of(request, setting, lean=True) for setting in settings]
 
 
 def largest_batch(request: Request, *, below: int, most_probes: int = 24) -> int:

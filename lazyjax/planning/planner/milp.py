@@ -17,15 +17,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from lazyjax.planning.plan.document import LayerPlan, Plan
+from lazyjax.planning.planner.affine import Affine
 from lazyjax.planning.planner.batch_replay import BatchReplay
+from lazyjax.planning.planner.decisions.decision import Binaries
 from lazyjax.planning.planner.descent import descend, free_device_memory, reduce_traffic
 from lazyjax.planning.planner.linear import Answer, LinearProgram, Question, Sense
-from lazyjax.planning.planner.problem import Affine, Problem
-from lazyjax.planning.planner.rounding import Binaries, carry_round
+from lazyjax.planning.planner.memory import SOLVER_TOLERANCE, memory_rows, usable_bytes
+from lazyjax.planning.planner.problem import Problem
 from lazyjax.planning.planner.solver import SolverFailure, SolverProcess, shared_process, solvers
-from lazyjax.planning.planner.window_memory import SOLVER_TOLERANCE, memory_rows, usable_bytes
-from lazyjax.planning.planner.windows import WindowModel, window_schedule
-from lazyjax.planning.program.simulate import simulate
+from lazyjax.planning.planner.timing import TimeModel
+from lazyjax.planning.program.conditions import ALWAYS, Condition
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
 
@@ -98,7 +99,7 @@ def solve(
     if start is None:
         return Solution(None, math.inf, math.inf, bound, shortfall, time.monotonic() - begun)
     plan = program.model.choices.decode(start, "milp")
-    period = window_period(program.model, start)
+    period = program.model.period(start)
     objective = program.objective(start)
     return Solution(plan, period, objective, bound, {}, time.monotonic() - begun)
 
@@ -119,12 +120,6 @@ def leanest_plan(
     return None if values is None or shortfall else program.model.choices.decode(values, "milp")
 
 
-def window_period(model: WindowModel, binaries: Binaries) -> float:
-    """Period of an assignment at layer granularity, by replay."""
-    schedule, seconds = window_schedule(model, model.choices.complete(binaries))
-    return simulate(schedule, lambda operation: seconds[operation.index]).period_seconds
-
-
 class Program:
     """The program of one problem: relaxed for a bound, descended from for a plan, branched for both.
 
@@ -136,6 +131,7 @@ class Program:
         timed: whether there are start times; without them only memory is asked for.
         time_units: units of time in a rough period.
         process: that solves; by default the one that everybody shares.
+        model: of the problem, where there is one already.
     """
 
     def __init__(
@@ -146,10 +142,11 @@ class Program:
         timed: bool = True,
         time_units: float = _TIME_UNITS,
         process: SolverProcess | None = None,
+        model: TimeModel | None = None,
     ) -> None:
         self.problem = problem
-        self.model = WindowModel(problem)
-        self.rows = memory_rows(self.model)
+        self.model = model or TimeModel(problem)
+        self.rows = memory_rows(problem, self.model.choices, self.model.expansion)
         self.replay = BatchReplay(self.model, self.rows)
         self.solver = solver or solvers()[0]
         self.process = process or shared_process()
@@ -167,36 +164,19 @@ class Program:
     def _decide(self) -> None:
         choices = self.model.choices
         self.variables = [self.program.add_column(upper=1.0, integral=True) for _ in range(choices.binaries)]
-        self.scale = [1.0] * choices.binaries
-        self.upper = [1.0] * choices.binaries
-        for affine, right in choices.equalities():
-            self._add(self._terms(affine), affine.constant - right, "=")
-        for expressions in choices.derived:
-            largest = max(
-                abs(part)
-                for e in expressions
-                for part in (e.constant, *(c * self.scale[v] for v, c in e.terms.items()))
-            )
-            scale = self.byte_unit if largest > 1e3 else 1.0
-            variable = self.program.add_column()
-            for expression in expressions:
-                if expression.terms or expression.constant > 0:
-                    terms = {**self._terms(expression, -1.0 / scale), variable: 1.0}
-                    self._add(terms, -expression.constant / scale, ">")
+        for row in choices.rows():
+            self._add(self._terms(row.terms), row.terms.constant - row.right, row.sense)
+        for pair in choices.products:
+            variable = self.program.add_column(upper=1.0)
             self.variables.append(variable)
-            self.scale.append(scale)
-            self.upper.append(max(0.0, *(self._highest(expression) for expression in expressions)))
-
-    def _highest(self, affine: Affine) -> float:
-        """No assignment makes `affine` larger."""
-        return affine.constant + sum(max(0.0, c) * self.upper[v] for v, c in affine.terms.items())
+            for condition in pair:
+                terms = self._terms(Affine.of(condition, -1.0))
+                self._add({**terms, variable: 1.0}, -float(condition.constant), "<")
 
     def _terms(self, affine: Affine, factor: float = 1.0) -> dict[int, float]:
         """Columns of `factor` times an affine expression, without its constant."""
         return {
-            self.variables[v]: coefficient * self.scale[v] * factor
-            for v, coefficient in affine.terms.items()
-            if coefficient
+            self.variables[v]: coefficient * factor for v, coefficient in affine.terms.items() if coefficient
         }
 
     def _add(self, terms: Mapping[int, float], constant: float, sense: Sense) -> None:
@@ -204,21 +184,32 @@ class Program:
         self.program.add_row(terms, sense, -constant)
 
     def _limit_memory(self, slack: Mapping[Tier, int] | None = None) -> None:
-        """Adds the capacity rows that can bind."""
-        for row in self.rows:
-            capacity = float(self.problem.capacity[row.tier])
-            # Solvers take no empty rows; those that cannot hold make the problem hopeless anyway.
-            if slack is None and (not row.bytes.terms or self._highest(row.bytes) <= capacity):
+        """Adds live bytes moment by moment, where some assignment exceeds the capacity."""
+        matrix, constants = self.rows.matrix, self.rows.constants
+        highest = constants + np.maximum(matrix, 0.0).sum(axis=0)
+        before: tuple[Tier, int, int] | None = None
+        for row, tier in enumerate(self.rows.tiers):
+            if slack is None and highest[row] <= self.problem.capacity[tier]:
                 continue
-            terms = self._terms(row.bytes, 1.0 / self.byte_unit)
-            right = usable_bytes(self.problem.capacity[row.tier]) / self.byte_unit
+            limit = usable_bytes(self.problem.capacity[tier]) / self.byte_unit
+            live = self.program.add_column(upper=math.inf if slack is not None else max(0.0, limit))
+            change, constant = matrix[:, row], constants[row]
+            terms = {live: 1.0}
+            if before is not None and before[0] is tier:
+                change, constant = change - matrix[:, before[1]], constant - constants[before[1]]
+                terms[before[2]] = -1.0
+            variables = np.flatnonzero(change)
+            terms |= {self.variables[v]: -float(change[v]) / self.byte_unit for v in variables}
+            self._add(terms, -float(constant) / self.byte_unit, "=")
             if slack is not None:
-                terms[slack[row.tier]] = -1.0
-            self._add(terms, row.bytes.constant / self.byte_unit - right, "<")
+                self._add({live: 1.0, slack[tier]: -1.0}, -limit, "<")
+            before = tier, row, live
 
     def _hopeless(self) -> bool:
         """Whether a capacity cannot hold whatever is decided."""
-        return any(-self._highest(row.bytes * -1.0) > self.problem.capacity[row.tier] for row in self.rows)
+        lowest = self.rows.constants + np.minimum(self.rows.matrix, 0.0).sum(axis=0)
+        capacity = np.array([self.problem.capacity[tier] for tier in self.rows.tiers])
+        return bool((lowest > capacity).any())
 
     def _time(self, time_units: float) -> None:
         model = self.model
@@ -227,31 +218,38 @@ class Program:
         self.time_unit = max(rough, 1e-12) / time_units
         self.period = self.program.add_column()
         self.start = [self.program.add_column() for _ in model.operations]
+        self.seconds = [self._seconds(operation.seconds) for operation in model.operations]
         # No plan worth having takes longer than everything after everything.
         self.horizon = 2 * rough / self.time_unit
         last: dict[Resource, int] = {}
         first: dict[Resource, int] = {}
         for operation in model.operations:
             index, resource = operation.index, operation.resource
-            waits = dict.fromkeys(wait for wait, condition in operation.waits if condition is None)
             if resource in last:
-                waits[last[resource]] = None
+                self._after(index, last[resource], ALWAYS)
             else:
                 first[resource] = index
             last[resource] = index
-            for wait in waits:
-                self._after(index, wait)
-            for wait, condition in operation.waits:
-                if condition is not None and condition.terms:
-                    self._after(index, wait, condition=condition)
-            for wait in dict.fromkeys(operation.waits_previous):
-                self._after(index, wait, previous=True)
+            for wait, condition in operation.binding:
+                self._after(index, wait, condition)
+            for wait, condition in operation.waits_previous:
+                self._after(index, wait, condition, previous=True)
         for resource, index in first.items():
-            self._after(index, last[resource], previous=True)
-            total = self._total_seconds(resource)
-            terms = {**self._terms(total, -1.0 / self.time_unit), self.period: 1.0}
-            self._add(terms, -total.constant / self.time_unit, ">")
+            self._after(index, last[resource], ALWAYS, previous=True)
+            own = [self.seconds[o.index] for o in model.operations if o.resource is resource]
+            busy = {column: -1.0 for column in own if isinstance(column, int)}
+            fixed = sum((seconds for seconds in own if isinstance(seconds, float)), 0.0)
+            self._add({**busy, self.period: 1.0}, -fixed, ">")
         self.program.objective = {self.period: 1.0}
+
+    def _seconds(self, seconds: Affine) -> int | float:
+        """A column for what an operation takes, in units of time; a number where that is certain."""
+        if not seconds.terms:
+            return seconds.constant / self.time_unit
+        column = self.program.add_column()
+        terms = {**self._terms(seconds, -1.0 / self.time_unit), column: 1.0}
+        self._add(terms, -seconds.constant / self.time_unit, "=")
+        return column
 
     def _total_seconds(self, resource: Resource) -> Affine:
         total = Affine()
@@ -260,18 +258,24 @@ class Program:
                 total += operation.seconds
         return total
 
-    def _after(
-        self, later: int, earlier: int, *, previous: bool = False, condition: Affine | None = None
-    ) -> None:
-        duration = self.model.operations[earlier].seconds * (-1.0 / self.time_unit)
-        if condition is not None:
-            duration = duration + self.horizon * (1.0 - condition)
+    def _after(self, later: int, earlier: int, condition: Condition, *, previous: bool = False) -> None:
+        duration = Affine() if condition == ALWAYS else self.horizon * (1.0 - Affine.of(condition))
         terms = self._terms(duration)
+        seconds = self.seconds[earlier]
+        if isinstance(seconds, float):
+            duration.constant -= seconds
+        else:
+            terms[seconds] = -1.0
         if later != earlier:
             terms[self.start[later]], terms[self.start[earlier]] = 1.0, -1.0
         if previous:
             terms[self.period] = 1.0
         self._add(terms, duration.constant, ">")
+
+    @staticmethod
+    def _lowest(affine: Affine) -> float:
+        """No assignment makes `affine` smaller."""
+        return affine.constant + sum(min(0.0, coefficient) for coefficient in affine.terms.values())
 
     def _ask(self, question: Question) -> Answer | None:
         """The solver's answer; None, and one more of `failures`, where it has none."""
@@ -295,9 +299,7 @@ class Program:
             if not self._hopeless():
                 answer = self._ask(Question(self.solver, relaxed=True, max_seconds=_RELAX_SECONDS))
                 if answer is None or answer.status == "unknown":
-                    self.bound = max(
-                        -self._highest(self._total_seconds(resource) * -1.0) for resource in Resource
-                    )
+                    self.bound = max(self._lowest(self._total_seconds(resource)) for resource in Resource)
                 elif answer.status != "infeasible":
                     self.bound = answer.objective * self.time_unit
                     self.relaxed = self._binaries_of(answer)
@@ -314,13 +316,13 @@ class Program:
         """
         found = None
         if self.relaxed is not None:
-            found = descend(self.replay, carry_round(self.model.choices, self.relaxed), deadline)
+            found = descend(self.replay, self.model.choices.rounded(self.relaxed), deadline)
         elif self.bound is not None and self.bound < math.inf:
             found = descend(self.replay, self._plainest(), deadline)
-        best = math.inf if found is None else window_period(self.model, found)
+        best = math.inf if found is None else self.model.period(found)
         fitting = [values for values in starts if self._fits(values)]
         period, start = min(
-            ((window_period(self.model, values), position) for position, values in enumerate(fitting)),
+            ((self.model.period(values), position) for position, values in enumerate(fitting)),
             default=(math.inf, None),
         )
         if start is not None and period < best:
@@ -336,11 +338,11 @@ class Program:
 
     def _improved(self, values: Binaries, deadline: float, enough_seconds: float) -> Binaries:
         """Descent again and again with room made for it, until that gains nothing."""
-        period = window_period(self.model, values)
+        period = self.model.period(values)
         while period > enough_seconds and time.monotonic() < deadline:
             roomier = free_device_memory(self.replay, values, deadline)
             again = descend(self.replay, roomier, deadline)
-            shorter = math.inf if again is None else window_period(self.model, again)
+            shorter = math.inf if again is None else self.model.period(again)
             if again is None or shorter > period * (1 - _LEAST_GAIN):
                 break
             values, period = again, shorter
@@ -368,7 +370,7 @@ class Program:
         solver fails, it is the relaxation's, and `start` stays the best.
         """
         bound = self.relax()
-        period = math.inf if start is None else window_period(self.model, start)
+        period = math.inf if start is None else self.model.period(start)
         if period >= cutoff_seconds:
             start, period = None, math.inf
         left_seconds = deadline - time.monotonic()
@@ -390,7 +392,7 @@ class Program:
         proven = period if answer.status == "infeasible" else answer.bound * self.time_unit
         if answer.values is not None:
             found = self._binaries_of(answer).round()
-            if window_period(self.model, found) < period:
+            if self.model.period(found) < period:
                 start = found
         return start, max(bound, min(proven, cutoff_seconds))
 
@@ -400,7 +402,9 @@ class Program:
         Asked of the same rows in finer units of time, so that no duration is too short to count.
         Infinite where the solver gives up.
         """
-        exact = Program(self.problem, self.solver, time_units=_EXACT_TIME_UNITS, process=self.process)
+        exact = Program(
+            self.problem, self.solver, time_units=_EXACT_TIME_UNITS, process=self.process, model=self.model
+        )
         for column, value in zip(exact.binaries, values, strict=True):
             exact.program.lower[column] = exact.program.upper[column] = float(value)
         answer = exact._ask(Question(self.solver, relaxed=True, max_seconds=_RELAX_SECONDS))
@@ -444,10 +448,6 @@ class Program:
         found = descend(self.replay, plainest, time.monotonic() + time_limit_seconds)
         if found is not None:
             return found, {}
-        completed = self.model.choices.complete(plainest)
-        missing = {
-            tier: math.ceil(max(float(row.bytes.value(completed)) for row in self.rows if row.tier is tier))
-            - self.problem.capacity[tier]
-            for tier in Tier
-        }
+        peaks = self.rows.peak_bytes(self.model.choices.complete(plainest[None]))
+        missing = {tier: math.ceil(peaks[tier][0]) - self.problem.capacity[tier] for tier in Tier}
         return plainest, {tier: size for tier, size in missing.items() if size > 0}

@@ -17,6 +17,7 @@ from lazyjax.planning.costs.layers import SaveSet
 from lazyjax.planning.plan.document import LayerPlan, Plan, PlanError, leaves_one_empty
 from lazyjax.planning.planner.problem import Problem, save_options
 from lazyjax.planning.program.schedule import Action, ModelSizes, Operation
+from lazyjax.planning.program.tiers import LINKS
 from lazyjax.specs import ModelSpec, Tier
 
 InterlayerHome = Literal["device", "host"]
@@ -161,47 +162,37 @@ def settings_of(request: Request) -> list[Plan]:
     ]  # fmt: skip
 
 
-def problem_of(request: Request, settings: Plan) -> Problem:
-    """The layer decisions that are open under `settings`."""
+def problem_of(request: Request, settings: Plan, *, lean: bool = False) -> Problem:
+    """The layer decisions that are open under `settings`.
+
+    Args:
+        lean: nothing is kept inside layers and no slab stays: what matters to whether anything fits.
+    """
     rows = settings.microbatch_rows
     costs, sizes = request.costs(rows), request.sizes(rows)
-    # The same sets for every microbatch size: which are worth keeping hardly depends on it.
-    usual = request.costs(max(1, _USUAL_TOKENS // request.sequence_length) * request.devices)
-    kinds = dict.fromkeys(layer.kind for layer in request.spec.layers[1:-1])
-    sets = {kind: [found.names for found in usual.save_sets(kind)] for kind in kinds}
-    nvme = request.capacity[Tier.NVME] > 0
-    tiers = (Tier.DEVICE, Tier.HOST)
-    saves = [save_options(sets[layer.kind], tiers) for layer in request.spec.layers[1:-1]]
+    below = [link.lower for link in LINKS[1:] if request.capacity[link.lower] > 0]
+    has_state = any(layer.state_bytes for layer in sizes.layers)
     return Problem(
         settings=settings,
         sizes=sizes,
         seconds=costs.operation_seconds,
-        saves=(({},), *saves, ({},)),
+        saves=(({},),) * len(request.spec.layers) if lean else _saves(request),
         capacity=request.capacity,
         static_host_bytes=request.static_host_bytes,
         working_bytes=costs.working_bytes,
         longest_segment=LONGEST_SEGMENT,
-        nvme_boundaries=nvme,
-        nvme_states=nvme and any(layer.state_bytes for layer in sizes.layers),
+        boundary_homes=(Tier.DEVICE, Tier.HOST, *below),
+        state_home=below[-1] if below and has_state else Tier.HOST,
+        residents=not lean,
         kinds=tuple(layer.kind for layer in request.spec.layers),
     )
 
 
-def lean_problem(request: Request, settings: Plan) -> Problem:
-    """The same with nothing kept inside layers and no residents: what matters to whether it fits."""
-    rows = settings.microbatch_rows
-    nvme = request.capacity[Tier.NVME] > 0
-    sizes = request.sizes(rows)
-    return Problem(
-        settings=settings,
-        sizes=sizes,
-        seconds=request.costs(rows).operation_seconds,
-        saves=(({},),) * len(request.spec.layers),
-        capacity=request.capacity,
-        static_host_bytes=request.static_host_bytes,
-        working_bytes=request.costs(rows).working_bytes,
-        longest_segment=LONGEST_SEGMENT,
-        nvme_boundaries=nvme,
-        nvme_states=nvme and any(layer.state_bytes for layer in sizes.layers),
-        residents=False,
-    )
+def _saves(request: Request) -> tuple[tuple[Mapping[str, Tier], ...], ...]:
+    """Ways to keep residuals, the same for every microbatch size: which pay hardly depends on it."""
+    usual = request.costs(max(1, _USUAL_TOKENS // request.sequence_length) * request.devices)
+    kinds = dict.fromkeys(layer.kind for layer in request.spec.layers[1:-1])
+    sets = {kind: [found.names for found in usual.save_sets(kind)] for kind in kinds}
+    tiers = (Tier.DEVICE, Tier.HOST)
+    blocks = [save_options(sets[layer.kind], tiers) for layer in request.spec.layers[1:-1]]
+    return (({},), *blocks, ({},))

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from lazyjax.planning.plan.document import Plan, PlanError, Prediction
+from lazyjax.planning.planner.decisions.decision import Binaries
 from lazyjax.planning.planner.feasibility import finest_miss, nearest_miss
-from lazyjax.planning.planner.milp import Program, leanest_plan, window_period
+from lazyjax.planning.planner.milp import Program, leanest_plan
 from lazyjax.planning.planner.necessary import necessary_shortfall
-from lazyjax.planning.planner.question import Request, lean_problem, problem_of, settings_of
-from lazyjax.planning.planner.rounding import Binaries
+from lazyjax.planning.planner.question import Request, problem_of, settings_of
 from lazyjax.planning.planner.solver import shared_process
 from lazyjax.planning.program.schedule import build_schedule
 from lazyjax.planning.program.simulate import simulate
@@ -37,7 +37,7 @@ _RELOAD_AHEAD = (1, 2, 3, 4, 6)
 #: Gap between period and proven bound at which a search ends.
 RELATIVE_GAP = 0.01
 #: A bound so much above the lowest: still finer microbatches are left out.
-_TOO_FINE = 1.0 + RELATIVE_GAP
+_TOO_FINE = 1.002
 #: Settings, the most promising ones, that are descended on before any is branched on.
 _DESCENTS = 2
 #: Seconds for coming to a first plan, whatever the time limit.
@@ -142,7 +142,7 @@ class _Search:
 
     def offer(self, candidate: _Candidate, values: Binaries) -> None:
         """Takes an assignment if it is the best so far."""
-        period = window_period(candidate.program.model, values)
+        period = candidate.program.model.period(values)
         if candidate.period_seconds is None or period < candidate.period_seconds:
             candidate.period_seconds = period
         if period < self.period_seconds:
@@ -214,7 +214,7 @@ def find_plan(
         if search.best is not None:
             return _found(request, search, begun, deadline)
     attempts = tuple(candidate.attempt() for candidate in search.candidates)
-    shortfall = nearest_miss([lean_problem(request, attempt.settings) for attempt in attempts])
+    shortfall = nearest_miss([problem_of(request, attempt.settings, lean=True) for attempt in attempts])
     elapsed = time.monotonic() - begun
     return SearchResult(None, attempts, math.inf, search.bound_seconds, shortfall, elapsed, search.failures)
 
@@ -276,7 +276,7 @@ def _start_lean(request: Request, search: _Search, candidates: Sequence[_Candida
     for candidate in candidates:
         if not math.isfinite(candidate.bound_seconds):
             continue
-        leanest = leanest_plan(lean_problem(request, candidate.settings))
+        leanest = leanest_plan(problem_of(request, candidate.settings, lean=True))
         if leanest is not None:
             start = candidate.program.model.choices.encode(leanest)
             values = candidate.program.descend([start], time.monotonic() + _FIRST_SECONDS)
@@ -312,7 +312,7 @@ def _found(request: Request, search: _Search, begun: float, deadline: float) -> 
     assert search.best is not None
     candidate, values = search.best
     values = candidate.program.reduce_traffic(values, time.monotonic() + _TIDY_SECONDS)
-    period, objective = window_period(candidate.program.model, values), candidate.program.objective(values)
+    period, objective = candidate.program.model.period(values), candidate.program.objective(values)
     # Where the solver gives up on a fixed assignment (infinite), the replay stands alone.
     if math.isfinite(objective) and abs(objective - period) > PERIOD_TOLERANCE * period:
         raise VerificationError(f"the program's objective is {objective} s, the replay takes {period} s")

@@ -78,6 +78,7 @@ class BufferRole(enum.StrEnum):
     RESIDUAL = "residual"
     ACCUMULATOR = "accumulator"
     GRADIENT = "gradient"
+    STATE = "state"
 
 
 class Buffer(NamedTuple):
@@ -148,6 +149,8 @@ class ModelSizes:
                 return layer.accumulator_bytes
             case BufferRole.GRADIENT:
                 return layer.gradient_bytes
+            case BufferRole.STATE:
+                return layer.state_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

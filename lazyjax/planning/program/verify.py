@@ -14,7 +14,6 @@ from lazyjax.planning.plan.document import Plan
 from lazyjax.planning.program.operations import WorkingBytes, no_working_bytes
 from lazyjax.planning.program.schedule import (
     COMPUTE_ACTIONS,
-    STATE_WINDOW,
     Action,
     BufferRole,
     ModelSizes,
@@ -259,12 +258,8 @@ def used_bytes(schedule: Schedule, working_bytes: WorkingBytes = no_working_byte
 
 
 def state_bytes_per_tier(plan: Plan, sizes: ModelSizes) -> dict[Tier, int]:
-    """Where the plan puts the optimizer state, and the host copies through which NVMe state passes."""
+    """Where the plan puts the optimizer state; copies on their way are in the schedule."""
     total = dict.fromkeys(Tier, 0)
-    passing: list[int] = []
     for decided, layer in zip(plan.layers, sizes.layers, strict=True):
         total[Tier(decided.state)] += layer.state_bytes
-        if decided.state == "nvme":
-            passing.append(layer.state_bytes)
-    total[Tier.HOST] += sum(sorted(passing)[-STATE_WINDOW:])
     return total

@@ -1,0 +1,207 @@
+"""Bytes on every tier as running sums over the operations of all plans: the schedule's own count.
+
+A row is one moment at which a tier may be fullest: what was live there at the moment before, plus what
+came and went in between, weighed by the conditions of the decisions. For a given plan the largest row of
+a tier is the peak that its schedule counts (`Schedule.peak_bytes`), with the working sets of compute
+operations, to the byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float64
+
+from lazyjax.planning.planner.affine import Affine
+from lazyjax.planning.planner.choices import Choices
+from lazyjax.planning.planner.problem import Problem
+from lazyjax.planning.program.conditions import Condition
+from lazyjax.planning.program.expansion import Expansion, LiftedOperation, Slot
+from lazyjax.planning.program.operations import COMPUTE_ACTIONS, Action, Place
+from lazyjax.planning.program.schedule import expand
+from lazyjax.planning.program.tiers import STATE_DOWN, UP
+from lazyjax.planning.program.windows import Item
+from lazyjax.specs import Tier
+
+#: Twice the feasibility tolerance of the solvers.
+SOLVER_TOLERANCE = 2e-7
+
+
+def usable_bytes(capacity: int) -> float:
+    """What rows may fill: solvers exceed a row by their tolerance, no plan may exceed memory by a byte."""
+    return capacity - max(0.0, SOLVER_TOLERANCE * capacity - 0.5)
+
+
+class MemoryRow(NamedTuple):
+    """A moment: live bytes are those of the tier's row before plus `change`."""
+
+    label: str
+    change: Affine
+
+
+@dataclasses.dataclass
+class MemoryRows:
+    """The rows of each tier in order, and all of them as one matrix.
+
+    Attributes:
+        matrix: coefficient of every variable in every row's live bytes, all tiers after one another.
+        constants: live bytes without any.
+        tiers: of every row.
+    """
+
+    rows: dict[Tier, list[MemoryRow]]
+    matrix: Float64[np.ndarray, "variables rows"]
+    constants: Float64[np.ndarray, "rows"]
+    tiers: list[Tier]
+
+    def peak_bytes(
+        self, values: Float64[np.ndarray, "batch variables"]
+    ) -> dict[Tier, Float64[np.ndarray, "batch"]]:
+        """The largest row of each tier for complete assignments."""
+        live = values @ self.matrix + self.constants
+        return {tier: live[:, [own is tier for own in self.tiers]].max(axis=1, initial=0.0) for tier in Tier}
+
+
+def memory_rows(problem: Problem, choices: Choices, expansion: Expansion | None = None) -> MemoryRows:
+    """All rows of a problem; adds products to `choices`.
+
+    Args:
+        expansion: microbatch by microbatch, where there is one already.
+    """
+    if expansion is None or expansion.by_layer:
+        expansion = expand(choices, problem.sizes)
+    rows = _Counting(problem, choices, expansion).rows()
+    kept = {tier: _undominated(rows[tier]) for tier in rows}
+    tiers = [tier for tier in kept for _ in kept[tier]]
+    matrix = np.zeros((choices.size, len(tiers)))
+    constants = np.zeros(len(tiers))
+    column = 0
+    for own in kept.values():
+        for position, row in enumerate(own):
+            if position:
+                matrix[:, column] = matrix[:, column - 1]
+                constants[column] = constants[column - 1]
+            constants[column] += row.change.constant
+            for variable, coefficient in row.change.terms.items():
+                matrix[variable, column] += coefficient
+            column += 1
+    return MemoryRows(kept, matrix, constants, tiers)
+
+
+class _Counting:
+    """Walks the operations and adds up what comes and goes."""
+
+    def __init__(self, problem: Problem, choices: Choices, expansion: Expansion) -> None:
+        self.problem, self.choices, self.expansion = problem, choices, expansion
+        self.operations = expansion.ordered()
+        self.moments: dict[Tier, list[MemoryRow]] = {tier: [] for tier in Tier}
+        self.pending = {tier: self._always_live(tier) for tier in Tier}
+        #: What a transfer frees, by the operation that waits for it first.
+        self.released: dict[Slot, list[tuple[Place, Condition]]] = defaultdict(list)
+        for slot, place, condition in self._releases():
+            self.released[slot].append((place, condition))
+
+    def _always_live(self, tier: Tier) -> Affine:
+        total = Affine(float(self.problem.static_host_bytes) if tier is Tier.HOST else 0.0)
+        for layer, sizes in enumerate(self.problem.sizes.layers):
+            total.add(self.choices.state(layer, tier), sizes.state_bytes)
+        return total
+
+    def rows(self) -> dict[Tier, list[MemoryRow]]:
+        """Every moment at which something came into being."""
+        for operation in self.operations:
+            for place, condition in self.released[operation.slot]:
+                self._add(place, condition, -1)
+            for change, condition in operation.allocates.items():
+                self._add(change.place, condition, 1)
+            computing = operation.action in COMPUTE_ACTIONS
+            working = self._working(operation) if computing else Affine()
+            self.pending[Tier.DEVICE] += working
+            label = f"{operation.action.value} {operation.layer}/{operation.microbatch}"
+            touched = {change.place.tier for change in operation.allocates}
+            for tier in {*touched, Tier.DEVICE} if computing else touched:
+                self.moments[tier].append(MemoryRow(label, self.pending[tier]))
+                self.pending[tier] = Affine()
+            self.pending[Tier.DEVICE] += working * -1.0
+            if computing:
+                for change, condition in operation.frees.items():
+                    self._add(change.place, condition, -1)
+        for tier, moments in self.moments.items():
+            if not moments:
+                moments.append(MemoryRow("always", self.pending[tier]))
+        return self.moments
+
+    def _add(self, place: Place, condition: Condition, sign: int) -> None:
+        self.pending[place.tier].add(condition, sign * self.problem.sizes.of(place.buffer))
+
+    def _working(self, operation: LiftedOperation) -> Affine:
+        total = Affine()
+        working_bytes = self.problem.working_bytes
+        assert operation.condition is not None
+        if operation.action in (Action.FORWARD, Action.BACKWARD):
+            for names, condition in self.choices.saved_sets(operation.layer):
+                total.add(condition, working_bytes(operation.action, operation.layer, names))
+            return total
+        return total.add(operation.condition, working_bytes(operation.action, operation.layer, ()))
+
+    def _releases(self) -> Iterator[tuple[Slot, Place, Condition]]:
+        """What transfers free, and the operation whose start shows that it is free."""
+        throttled: dict[Slot, Slot] = {}
+        up: dict[tuple[Item, Action], Slot] = {}
+        for operation in self.operations:
+            for slot in operation.throttles:
+                throttled.setdefault(slot, operation.slot)
+            if operation.action in UP and operation.item is not None:
+                up[operation.item, operation.action] = operation.slot
+        above = {lower.up: upper.up for upper, lower in itertools.pairwise(_UP_LINKS)}
+        for operation in self.operations:
+            if operation.action in COMPUTE_ACTIONS or not operation.frees:
+                continue
+            if operation.action in UP and operation.item is not None:
+                if operation.action in above:
+                    waiting = up[operation.item, above[operation.action]]
+                else:
+                    waiting = self.expansion.compute(operation.item).slot
+            elif operation.slot in throttled:
+                waiting = throttled[operation.slot]
+            else:
+                continue
+            later = self.expansion.operations[waiting]
+            for change, condition in operation.frees.items():
+                if operation.action in STATE_DOWN:
+                    # Only where the later layer's state comes up is the earlier one's waited for.
+                    for exists in later.exists:
+                        yield waiting, change.place, self.choices.product(condition, exists)
+                else:
+                    yield waiting, change.place, condition
+
+
+_UP_LINKS = [*UP.values()]
+
+
+def _undominated(moments: Sequence[MemoryRow]) -> list[MemoryRow]:
+    """Without moments at which, whatever is decided, no more is live than at a neighbour."""
+    kept: list[MemoryRow] = []
+    # What has come and gone since the last moment kept, by moments that do not count.
+    carried = Affine()
+    for moment in moments:
+        change = carried + moment.change
+        if kept and _never_negative(change * -1.0):
+            carried = change
+            continue
+        while len(kept) > 1 and _never_negative(change):
+            change = kept.pop().change + change
+        if kept and _never_negative(change):
+            change = kept.pop().change + change
+        kept.append(MemoryRow(moment.label, change))
+        carried = Affine()
+    return kept
+
+
+def _never_negative(change: Affine) -> bool:
+    return change.constant >= 0 and all(coefficient >= 0 for coefficient in change.terms.values())

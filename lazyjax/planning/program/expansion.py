@@ -1,0 +1,308 @@
+"""Every operation that any plan of a space could need, each under a condition over the decisions.
+
+This is where a step is written down, once: which operations there are and in which order they are issued,
+what they allocate and free on which tier, over which link they move how many tensors, and which of them
+hold others up so that memory stays bounded. The schedule of a plan is what remains when the conditions
+are evaluated (`lazyjax.planning.program.schedule`); the program's rows for time and memory and the
+replay of many plans at once are sums over the same list (`lazyjax.planning.planner`). What an operation
+waits for because it reads it follows from who made it and is not written down.
+
+Emitters: this module writes compute operations and host updates,
+`lazyjax.planning.program.activations` whatever passes between layers,
+`lazyjax.planning.program.parameters` slabs and gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import NamedTuple
+
+from lazyjax.planning.program.conditions import ALWAYS, NEVER, Condition, weakest
+from lazyjax.planning.program.operations import (
+    RESOURCE_OF,
+    Action,
+    Buffer,
+    BufferRole,
+    ModelSizes,
+    Place,
+)
+from lazyjax.planning.program.space import Space
+from lazyjax.planning.program.tiers import LINKS, Link
+from lazyjax.planning.program.windows import Item, Window, Windows
+from lazyjax.specs import Tier
+from lazyjax.timeline import Resource
+
+#: Compute items after which an offload must have left the device.
+OFFLOAD_WINDOW_ITEMS = 2
+#: Windows after which a layer's gradient must have left the device.
+GRADIENT_WINDOW = 2
+#: Compute items after which a move further down must have ended: longer than one takes on most drives.
+SPILL_WINDOW_ITEMS = 4
+#: Layers whose optimizer state is on its way at once: read ahead, in use, being written.
+STATE_WINDOW = 4
+#: Compute items by which a move up precedes the next one, and the lowest one its reload.
+LOAD_AHEAD_ITEMS = 3
+
+
+class Phase(enum.IntEnum):
+    """Order of issue around one compute item."""
+
+    UPDATE = -1
+    LOAD = 0
+    RELOAD = 1
+    FETCH = 2
+    COMPUTE = 3
+    OFFLOAD = 4
+    GRADIENT_OUT = 5
+    SPILL = 6
+
+
+class Slot(NamedTuple):
+    """Where an operation is in the list of all: by window, item, phase, and what it is for."""
+
+    window: int
+    position: int
+    phase: int
+    order: tuple[int, ...] = ()
+
+
+class Change(NamedTuple):
+    """A tensor that comes into being on a tier, or goes.
+
+    Attributes:
+        times: microbatches for which it stands; more than one only where one item stands for all.
+        pipelined: what was copied out microbatch by microbatch comes back while others still leave.
+    """
+
+    place: Place
+    times: int = 1
+    pipelined: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class LiftedOperation:
+    """An operation and when it exists.
+
+    Attributes:
+        slot: its place in the list.
+        window: the window it serves.
+        item: for compute and what is moved up for it, the item it serves.
+        condition: of a compute operation and an update; a transfer exists where something moves.
+        allocates, frees: tensors that come into being on a tier, and that go.
+        parts: of a compute operation: the layers that it runs, each under its condition.
+        throttles: operations that must have ended first, so that memory stays bounded; under any of some
+            conditions.
+    """
+
+    slot: Slot
+    action: Action
+    resource: Resource
+    layer: int
+    microbatch: int | None
+    window: Window
+    item: Item | None = None
+    condition: Condition | None = None
+    allocates: dict[Change, Condition] = dataclasses.field(default_factory=dict)
+    frees: dict[Change, Condition] = dataclasses.field(default_factory=dict)
+    throttles: dict[Slot, list[Condition]] = dataclasses.field(default_factory=dict)
+    accumulates: bool = False
+    last: bool = False
+    parts: list[tuple[int, Condition]] = dataclasses.field(default_factory=list)
+
+    @property
+    def exists(self) -> list[Condition]:
+        """It exists where one of these holds."""
+        if self.condition is not None:
+            return [self.condition]
+        changes = self.allocates or self.frees
+        return weakest(changes.values())
+
+
+class Expansion:
+    """The operations of all plans of a space.
+
+    Args:
+        space: the decisions.
+        sizes: only whether tables are tied and which residuals there are.
+        by_layer: one item stands for all microbatches of a window. The list is then short, and right in
+            time up to how microbatches overlap; it says nothing about memory.
+    """
+
+    def __init__(self, space: Space, sizes: ModelSizes, *, by_layer: bool = False) -> None:
+        self.space, self.sizes, self.by_layer = space, sizes, by_layer
+        self.settings = space.settings
+        self.head = len(sizes.layers) - 1
+        self.microbatches = self.settings.microbatches
+        self.items = 1 if by_layer else self.microbatches
+        self.reload_ahead = 1 if by_layer else self.settings.reload_ahead
+        self.windows = Windows(
+            self.head,
+            space.segments,
+            self.items,
+            alternating=self.settings.interlayer_home == "host",
+            whole=self.settings.recompute == "segment",
+        )
+        self._lumps: dict[Window, Window] = {}
+        if by_layer:
+            for window in self.windows.order:
+                if window.action is Action.RECOMPUTE:
+                    first = self.windows.recomputing(window)[0].start
+                    self._lumps[window] = Window(Action.RECOMPUTE, min(first, window.layer), window.end)
+        self.operations: dict[Slot, LiftedOperation] = {}
+        self._state_writes: dict[Link, list[Slot]] = {}
+        self._emit_compute()
+        self._emit_updates()
+
+    def ordered(self) -> list[LiftedOperation]:
+        """All operations in order of issue."""
+        return [self.operations[slot] for slot in sorted(self.operations)]
+
+    def lag(self, items: int) -> int:
+        """The same lag in items of this expansion, at least one window where they are windows."""
+        if not self.by_layer:
+            return items
+        return -(-(self.microbatches - 1 + items) // self.microbatches)
+
+    # Where things are
+
+    @property
+    def last_compute_slot(self) -> Slot:
+        """The last compute operation of the step."""
+        return Slot(len(self.windows.order) - 1, self.items - 1, Phase.COMPUTE)
+
+    def gradient_slot(self, layer: int) -> Slot:
+        """Where a layer's gradient leaves."""
+        return self.slot(Item(self.windows.backward_of(layer), self.items - 1), Phase.GRADIENT_OUT)
+
+    def update_slot(self, layer: int, order: int = 0) -> Slot:
+        """A layer's host update and, before and after it, the moves of its state.
+
+        Where it is deferred, right before its slab is fetched: what the forward pass moves down to a
+        drive must not queue behind the state of layers that come much later. Else after everything.
+        """
+        number = len(self.windows.order)
+        if self.settings.update == "deferred":
+            number = max(0, layer - self.settings.prefetch + 1)
+        return Slot(number, 0, Phase.UPDATE, (layer, order))
+
+    def state_writes(self, link: Link) -> list[Slot]:
+        """Where optimizer state goes down a link, layer by layer."""
+        return self._state_writes[link] if link in self._state_writes else []
+
+    # For emitters
+
+    def compute(self, item: Item) -> LiftedOperation:
+        """The compute operation of an item."""
+        return self.operations[self.slot(item, Phase.COMPUTE)]
+
+    def lump(self, window: Window) -> Window:
+        """The window as which another counts: by layer, a segment's recomputation is one."""
+        return self._lumps[window] if window in self._lumps else window
+
+    def slot(self, item: Item, phase: int, order: tuple[int, ...] = ()) -> Slot:
+        """The slot of something that is issued around an item."""
+        return Slot(self.windows.number[self.lump(item.window)], item.position, phase, order)
+
+    def transfer(
+        self,
+        action: Action,
+        at: Item,
+        phase: Phase,
+        layer: int,
+        microbatch: int | None,
+        target: Item,
+        order: tuple[int, ...] = (),
+    ) -> LiftedOperation:
+        """The transfer of this kind that is issued at an item; made where there is none yet.
+
+        Args:
+            target: the item that it serves.
+        """
+        slot = self.slot(at, phase, order)
+        if slot not in self.operations:
+            served = self.lump(target.window)
+            self.operations[slot] = LiftedOperation(
+                slot, action, RESOURCE_OF[action], layer, microbatch, served, Item(served, target.position)
+            )
+        return self.operations[slot]
+
+    def add(
+        self,
+        changes: dict[Change, Condition],
+        buffer: Buffer,
+        tier: Tier,
+        condition: Condition,
+        times: int = 1,
+        pipelined: bool = False,
+    ) -> None:
+        """Adds to `allocates` or `frees` of an operation."""
+        if condition == NEVER:
+            return
+        change = Change(Place(buffer, tier), times, pipelined)
+        if change in changes:
+            condition = changes[change].either(condition)
+        changes[change] = self.space.reduced(condition)
+
+    def throttle(self, operation: LiftedOperation, waited: LiftedOperation, condition: Condition) -> None:
+        """Makes an operation wait for an earlier one, where that exists, under a condition."""
+        operation.throttles.setdefault(waited.slot, [])
+        if condition not in operation.throttles[waited.slot]:
+            operation.throttles[waited.slot].append(condition)
+
+    # Emitters
+
+    def _emit_compute(self) -> None:
+        for number, window in enumerate(self.windows.order):
+            condition = ALWAYS
+            if window.action is Action.RECOMPUTE:
+                condition = self.space.chosen(self.windows.recomputing(window))
+            lump = self.lump(window)
+            if lump != window:
+                self.compute(Item(lump, 0)).parts.append((window.layer, condition))
+                self.operations[self.slot(Item(lump, 0), Phase.COMPUTE)].condition = self.space.chosen(
+                    [segment for segment in self.windows.ending[window.end] if not segment.single]
+                )
+                continue
+            for position in range(self.items):
+                microbatch = self.windows.position(window, position)
+                slot = Slot(number, position, Phase.COMPUTE)
+                tied_table = window.action is Action.BACKWARD and window.layer == 0 and self.sizes.tied
+                self.operations[slot] = LiftedOperation(
+                    slot, window.action, Resource.COMPUTE, window.layer, microbatch, window,
+                    Item(window, position), condition, accumulates=position > 0 or tied_table,
+                    last=position == self.items - 1, parts=[(window.layer, condition)],
+                )  # fmt: skip
+
+    def _emit_updates(self) -> None:
+        """One host update per layer, in forward order; state that lives further down comes and goes."""
+
+        def emit(action: Action, layer: int, order: int) -> LiftedOperation:
+            slot = self.update_slot(layer, order)
+            window = self.windows.order[min(slot.window, len(self.windows.order) - 1)]
+            operation = LiftedOperation(slot, action, RESOURCE_OF[action], layer, None, window)
+            self.operations[slot] = operation
+            return operation
+
+        for layer in range(self.head + 1):
+            update = emit(Action.UPDATE, layer, 0)
+            update.condition = ALWAYS
+            above_load = above_spill = update
+            state = Buffer(BufferRole.STATE, layer)
+            for depth, link in enumerate(LINKS[1:], start=1):
+                condition = NEVER
+                for below in LINKS[depth:]:
+                    condition = condition.either(self.space.state(layer, below.lower))
+                if condition == NEVER or link.state_up is None or link.state_down is None:
+                    continue
+                load, spill = emit(link.state_up, layer, -depth), emit(link.state_down, layer, depth)
+                # The copy above comes into being with the read and is gone with the write.
+                self.add(load.allocates, state, link.upper, condition)
+                self.add(spill.frees, state, link.upper, condition)
+                self.throttle(above_load, load, condition)
+                self.throttle(spill, above_spill, condition)
+                above_load, above_spill = load, spill
+                earlier = self.update_slot(layer - STATE_WINDOW, depth)
+                if earlier in self.operations:
+                    self.throttle(load, self.operations[earlier], condition)
+                self._state_writes.setdefault(link, []).append(spill.slot)

@@ -1,0 +1,108 @@
+"""One expansion: a plan's schedule, the rows for memory and the model of time say the same."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from experiments.benchmarks.planner_exactness import all_plans, draw_roomy, used_bytes_of
+from lazyjax.planning.planner.choices import Choices
+from lazyjax.planning.planner.memory import memory_rows
+from lazyjax.planning.planner.timing import TimeModel
+from lazyjax.planning.program.conditions import ALWAYS, NEVER, Condition
+from lazyjax.planning.program.evaluate import evaluate
+from lazyjax.planning.program.schedule import build_schedule, expand
+from lazyjax.planning.program.simulate import simulate
+from lazyjax.planning.program.verify import verify
+from lazyjax.specs import Tier
+
+SEEDS = range(24)
+
+
+@functools.cache
+def instance(seed: int):
+    """A random problem of up to five blocks, its choices, and some assignments."""
+    problem = draw_roomy(np.random.default_rng(seed), most_blocks=5)
+    choices = Choices(problem)
+    return problem, choices, all_plans(choices, np.random.default_rng(seed + 1), most=4)
+
+
+def in_any_order(operation):
+    fields = ("allocates", "frees", "reads")
+    return dataclasses.replace(operation, **{f: tuple(sorted(getattr(operation, f))) for f in fields})
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_expansion_of_all_plans_holds_the_schedule_of_each(seed):
+    problem, choices, plans = instance(seed)
+    expansion = expand(choices, problem.sizes)
+    for values in plans:
+        alone = build_schedule(choices.decode(values, "random"), problem.sizes).operations
+        among_all = evaluate(expansion, values)
+        assert list(map(in_any_order, among_all)) == list(map(in_any_order, alone))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_model_of_time_is_the_schedules_own(seed):
+    problem, _, plans = instance(seed)
+    model = TimeModel(problem)
+    for values in plans:
+        schedule = build_schedule(model.choices.decode(values, "random"), problem.sizes)
+        own = simulate(schedule, problem.seconds).period_seconds
+        assert model.period(values) == pytest.approx(own, rel=1e-9)
+
+
+def test_memory_rows_are_the_schedules_own_count_on_every_tier():
+    compared = 0
+    for seed in SEEDS:
+        problem, choices, plans = instance(seed)
+        count = problem.microbatches
+
+        def working(action, layer, saved, count=count):
+            return 3 * layer + 5 * len(saved) + len(action.value) * count
+
+        problem = dataclasses.replace(problem, working_bytes=working, static_host_bytes=17)
+        peaks = memory_rows(problem, choices).peak_bytes(choices.complete(plans))
+        for position, values in enumerate(plans):
+            used = used_bytes_of(problem, choices.decode(values, "random"))
+            assert {tier: peaks[tier][position] for tier in Tier} == used
+            compared += 1
+    assert compared >= 80
+
+
+def test_by_layer_takes_nearly_the_same_time():
+    """Layer by layer is an approximation where there are microbatches; how good a one is seen here."""
+    ratios = []
+    for seed in range(60):
+        problem, _, plans = instance(seed)
+        coarse = TimeModel(dataclasses.replace(problem, by_layer=True))
+        for values in plans:
+            schedule = build_schedule(coarse.choices.decode(values, "random"), problem.sizes)
+            ratios.append(coarse.period(values) / simulate(schedule, problem.seconds).period_seconds)
+    assert abs(np.median(ratios) - 1) <= 0.005
+    assert np.mean(np.abs(np.array(ratios) - 1) <= 0.03) >= 0.8
+    assert min(ratios) >= 0.8
+    assert max(ratios) <= 1.2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_segments_recomputed_whole_pass_all_checks(seed):
+    problem, choices, plans = instance(seed)
+    for values in plans:
+        plan = choices.decode(values, "random").model_copy(update={"recompute": "segment"})
+        verify(plan, problem.sizes, problem.seconds)
+
+
+def test_conditions_are_affine():
+    one, other = Condition(0, frozenset({1})), Condition(0, frozenset({2}))
+    both = one.either(other)
+    assert both == Condition(0, frozenset({1, 2}))
+    assert both.unless(other) == one
+    assert ALWAYS.unless(one) == Condition(1, frozenset(), frozenset({1}))
+    assert both.both(other) == other
+    assert both.both(ALWAYS.unless(one)) == other
+    assert one.both(other) == NEVER
+    values = np.array([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    assert ALWAYS.unless(one).value(values).tolist() == [0.0, 1.0]
+    assert [bool(both.holds(row)) for row in values] == [True, False]
