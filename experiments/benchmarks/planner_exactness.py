@@ -78,9 +78,9 @@ def random_problem(seed: int, *, most_plans: int | None = 20_000, most_blocks: i
             return problem
 
 
-def draw_roomy(rng: np.random.Generator, most_blocks: int) -> Problem:
+def draw_roomy(rng: np.random.Generator, most_blocks: int, fewest_blocks: int = 1) -> Problem:
     """A random chain on a machine whose memory nothing exceeds."""
-    blocks = int(rng.integers(1, most_blocks + 1))
+    blocks = int(rng.integers(fewest_blocks, most_blocks + 1))
     microbatches = int(rng.choice([1, 1, 2, 3, 4]))
     tied = bool(rng.random() < 0.3)
     kinds = [{name: int(rng.integers(5, 90)) for name in ("a", "b")[: rng.integers(0, 3)]} for _ in range(2)]

@@ -10,9 +10,10 @@ in which they were issued. Host work goes to threads, which wait themselves. The
 - before a fetch, on the window before the last, so that the device always has work queued but memory
   that the list counts as free is free.
 
-Nothing is issued past a blocked operation, although another resource could go on: a buffer that JAX
-allocates after a kernel was dispatched is usable only when that kernel has ended, so a copy that was
-overtaken by a kernel would wait for it.
+No device work is issued past a blocked operation, although another resource could go on: a buffer that
+JAX allocates after a kernel was dispatched is usable only when that kernel has ended, so a copy that was
+overtaken by a kernel would wait for it. Deferred updates and the moves of their state touch nothing on the
+device. They are issued as soon as what they wait for is, in the order of their queues, wherever the walk is.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class Walk:
         self._pending: dict[int, Pending] = {}
         self._to_free: dict[int, tuple[Place, ...]] = {}
         self._tokens: collections.deque[tuple[int, Pending]] = collections.deque()
+        self._not_issued = _by_host_resource(schedule)
+        self._ahead: set[int] = set()
         self._awaited_by_host = {
             waited
             for operation in schedule.operations
@@ -87,6 +90,9 @@ class Walk:
     def run(self, before: Callable[[Operation], None]) -> None:
         """Issues every operation, in order; `before` is called with each before it is issued."""
         for operation in self._schedule.operations:
+            self._issue_ahead(operation.index)
+            if operation.index in self._ahead:
+                continue
             before(operation)
             for waited in operation.waits:
                 if self._must_have_ended(operation, waited):
@@ -97,14 +103,41 @@ class Walk:
             if operation.resource in DEVICE_RESOURCES:
                 self._issue_on_device(operation)
             else:
+                self._not_issued[operation.resource].popleft()
                 self._issue_on_host(operation)
-            self._buffers.count(operation)
-            self._recorder.memory(Tier.DEVICE.value, self._buffers.live_bytes)
-            self._issued(operation)
-            if operation.resource is Resource.COMPUTE:
-                self._buffers.free(operation.frees)
-            elif operation.frees:
-                self._to_free[operation.index] = operation.frees
+            self._note(operation)
+
+    def _note(self, operation: Operation) -> None:
+        """Counts what was issued."""
+        self._buffers.count(operation)
+        self._recorder.memory(Tier.DEVICE.value, self._buffers.live_bytes)
+        self._issued(operation)
+        if operation.resource is Resource.COMPUTE:
+            self._buffers.free(operation.frees)
+        elif operation.frees:
+            self._to_free[operation.index] = operation.frees
+
+    def _issue_ahead(self, position: int) -> None:
+        """Issues deferred updates and moves of state whose turn in their queues has come.
+
+        Args:
+            position: all operations before this one have been issued.
+        """
+        if self._schedule.plan.update != "deferred":
+            return  # the step has to decide first whether there are any
+        waiting = True
+        while waiting:
+            waiting = False
+            for queue in self._not_issued.values():
+                while queue and queue[0].action in STATE_ACTIONS and self._ready(queue[0], position):
+                    operation = queue.popleft()
+                    self._issue_on_host(operation)
+                    self._note(operation)
+                    self._ahead.add(operation.index)
+                    waiting = True
+
+    def _ready(self, operation: Operation, position: int) -> bool:
+        return all(waited < position or waited in self._ahead for waited in operation.waits)
 
     def finish(self, index: int) -> None:
         """Waits for an operation, then frees what it held."""
@@ -170,3 +203,12 @@ class Walk:
         if pending is not None:
             assert isinstance(pending, Task)
             self._pending[operation.index] = pending
+
+
+def _by_host_resource(schedule: Schedule) -> dict[Resource, collections.deque[Operation]]:
+    """The operations of each host queue in order."""
+    queues: dict[Resource, collections.deque[Operation]] = collections.defaultdict(collections.deque)
+    for operation in schedule.operations:
+        if operation.resource not in DEVICE_RESOURCES:
+            queues[operation.resource].append(operation)
+    return queues

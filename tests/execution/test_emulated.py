@@ -76,6 +76,7 @@ PLANS = [
     plan_of("host", interlayer_home="host"),
     plan_of("host", update="immediate"),
     plan_of("host", state="nvme"),
+    plan_of("host", state="nvme", update="immediate"),
 ]
 
 

@@ -39,7 +39,7 @@ def test_the_expansion_of_all_plans_holds_the_schedule_of_each(seed):
     expansion = expand(choices, problem.sizes)
     for values in plans:
         alone = build_schedule(choices.decode(values, "random"), problem.sizes).operations
-        among_all = evaluate(expansion, values)
+        among_all = evaluate(expansion, choices.complete(values))
         assert list(map(in_any_order, among_all)) == list(map(in_any_order, alone))
 
 
@@ -51,6 +51,30 @@ def test_the_model_of_time_is_the_schedules_own(seed):
         schedule = build_schedule(model.choices.decode(values, "random"), problem.sizes)
         own = simulate(schedule, problem.seconds).period_seconds
         assert model.period(values) == pytest.approx(own, rel=1e-9)
+
+
+@pytest.mark.parametrize("update", ["deferred", "immediate"])
+def test_state_on_the_drive_waits_for_what_is_there(update):
+    """A layer's state waits for the one before it on the way down, where that is on the drive at all."""
+    problem = next(p for p in map(long_chain, range(100)) if p.microbatches == 1)
+    settings = problem.settings.model_copy(update={"update": update})
+    problem = dataclasses.replace(problem, settings=settings, state_home=Tier.NVME)
+    model, rng = TimeModel(problem), np.random.default_rng(0)
+    rows = memory_rows(problem, model.choices, model.expansion)
+    for position in range(20):
+        values = model.choices.encode(settings)
+        numbers = list(model.choices.state_home.number.values())
+        values[numbers] = rng.random(len(numbers)) < (position + 1) / 20
+        plan = model.choices.decode(values, "random")
+        verified = verify(plan, problem.sizes, problem.seconds)
+        assert model.period(values) == pytest.approx(verified.period_seconds, rel=1e-9)
+        peaks = rows.peak_bytes(model.choices.complete(values[None]))
+        assert {tier: peak[0] for tier, peak in peaks.items()} == used_bytes_of(problem, plan)
+
+
+def long_chain(seed: int):
+    """Of ten blocks, so that many states are on their way at once."""
+    return draw_roomy(np.random.default_rng(seed), most_blocks=10, fewest_blocks=10)
 
 
 def test_memory_rows_are_the_schedules_own_count_on_every_tier():

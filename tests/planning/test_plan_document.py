@@ -7,7 +7,7 @@ import pytest
 from lazyjax.hardware.profile import load_profile
 from lazyjax.models.registry import architecture, build_template
 from lazyjax.planning.plan.baselines import recompute_all
-from lazyjax.planning.plan.document import PlanError, check_made_for, load_plan, validate_plan
+from lazyjax.planning.plan.document import PLAN_VERSION, PlanError, check_made_for, load_plan, validate_plan
 from lazyjax.planning.planner.question import settings_of
 from lazyjax.planning.planner.request import build_request
 from tests import tiny
@@ -59,6 +59,14 @@ def test_a_plan_says_what_it_was_made_for_and_is_refused_with_another(tmp_path):
     for key, other in (("optimizer", "hybrid8bit"), ("compute_dtype", "bfloat16"), ("hardware", "rtx3090")):
         with pytest.raises(PlanError, match=f"plan.json: made for {key} {made_for[key]}, but {other}"):
             check_made_for(plan, made_for | {key: other}, "plan.json")
+
+
+def test_a_plan_of_another_version_is_refused_by_name(tmp_path):
+    plan = recompute_all(TEMPLATE.spec, NAMES, rows=4, sequence_length=8)
+    path = tmp_path / "plan.json"
+    path.write_text(plan.model_dump_json().replace(f'"version":{PLAN_VERSION}', '"version":2'))
+    with pytest.raises(PlanError, match=f"plan.json: version 2, this release reads version {PLAN_VERSION}"):
+        load_plan(path)
 
 
 def test_the_fingerprint_is_of_decisions():

@@ -47,7 +47,6 @@ class EagerWork:
         return (SaveSet((), 0, seconds(self.work(kind, Action.BACKWARD, ()))),)
 
 
-
 @functools.lru_cache(maxsize=1024)
 def _eager(source: EagerWork, kind: str, phase: Action) -> tuple[Work, int]:
     compiled = source.compiled

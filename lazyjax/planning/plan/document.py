@@ -20,7 +20,7 @@ import pydantic
 
 from lazyjax.specs import ModelSpec, Tier
 
-PLAN_VERSION: Literal[2] = 2
+PLAN_VERSION: Literal[3] = 3
 
 
 #: Fields of a plan that say what it was made for, besides the machine.
@@ -107,7 +107,7 @@ class Plan(_Model):
         hardware, device: profile that its times come from, and what that says the device is.
     """
 
-    version: Literal[2] = PLAN_VERSION
+    version: Literal[3] = PLAN_VERSION
     model: str
     architecture: str | None = None
     optimizer: str | None = None

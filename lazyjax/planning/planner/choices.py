@@ -14,7 +14,7 @@ from lazyjax.planning.planner.decisions.flags import Residency, StateHome
 from lazyjax.planning.planner.decisions.residuals import Residuals
 from lazyjax.planning.planner.decisions.segments import Segments
 from lazyjax.planning.planner.problem import Problem
-from lazyjax.planning.program.conditions import ALWAYS, Condition
+from lazyjax.planning.program.conditions import ALWAYS, NEVER, Condition
 from lazyjax.planning.program.windows import Segment
 from lazyjax.specs import Tier
 
@@ -88,7 +88,9 @@ class Choices:
         return ALWAYS if whole else condition
 
     def product(self, one: Condition, other: Condition) -> Condition:
-        """Both; a variable that a solver makes as large as it may."""
+        """Both; a variable of its own, which the decisions determine."""
+        if NEVER in (one, other):
+            return NEVER
         if ALWAYS in (one, other):
             return other if one == ALWAYS else one
         if (one, other) not in self.products:

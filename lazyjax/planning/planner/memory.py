@@ -175,8 +175,8 @@ class _Counting:
             for change, condition in operation.frees.items():
                 if operation.action in STATE_DOWN:
                     # Only where the later layer's state comes up is the earlier one's waited for.
-                    for exists in later.exists:
-                        yield waiting, change.place, self.choices.product(condition, exists)
+                    for both in later.throttles[operation.slot]:
+                        yield waiting, change.place, both
                 else:
                     yield waiting, change.place, condition
 

@@ -169,9 +169,12 @@ class Program:
         for pair in choices.products:
             variable = self.program.add_column(upper=1.0)
             self.variables.append(variable)
+            both = Affine(1.0)
             for condition in pair:
                 terms = self._terms(Affine.of(condition, -1.0))
                 self._add({**terms, variable: 1.0}, -float(condition.constant), "<")
+                both.add(condition, -1.0)
+            self._add({**self._terms(both), variable: 1.0}, both.constant, ">")
 
     def _terms(self, affine: Affine, factor: float = 1.0) -> dict[int, float]:
         """Columns of `factor` times an affine expression, without its constant."""

@@ -166,7 +166,7 @@ class _Waits:
             yield self.last_compute, ALWAYS
         if action is Action.FETCH and self.expansion.settings.update == "deferred":
             yield self.index[self.expansion.update_slot(operation.layer)], ALWAYS
-        if action is Action.UPDATE and self.expansion.settings.update == "immediate":
+        if action in (Action.UPDATE, *STATE_UP) and self.expansion.settings.update == "immediate":
             for layer in range(self.expansion.head + 1):
                 yield self.index[self.expansion.gradient_slot(layer)], ALWAYS
         if action in UP or action in DOWN:

@@ -23,6 +23,8 @@ from lazyjax.planning.program.windows import Window
 from lazyjax.specs import Tier
 
 _WITH_RESIDUALS = (Action.FORWARD, Action.BACKWARD)
+#: In a step that applies its own gradients: nothing is updated, or fetched for that, before all are known.
+_AFTER_GRADIENTS = frozenset({Action.UPDATE, *STATE_UP})
 
 
 def evaluate(expansion: Expansion, values: Float64[np.ndarray, "variables"]) -> tuple[Operation, ...]:
@@ -143,7 +145,7 @@ class _Evaluation:
             sources = [place._replace(tier=source) for place in allocates]
             # The batch comes from nowhere.
             yield from (self.made[place] for place in sources if place in self.made)
-        elif action is Action.UPDATE and self.expansion.settings.update == "immediate":
+        elif action in _AFTER_GRADIENTS and self.expansion.settings.update == "immediate":
             layers = range(self.expansion.head + 1)
             yield from (self.index[self.expansion.gradient_slot(layer)] for layer in layers)
 

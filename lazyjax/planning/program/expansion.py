@@ -150,7 +150,7 @@ class Expansion:
                     first = self.windows.recomputing(window)[0].start
                     self._lumps[window] = Window(Action.RECOMPUTE, min(first, window.layer), window.end)
         self.operations: dict[Slot, LiftedOperation] = {}
-        self._state_writes: dict[Link, list[Slot]] = {}
+        self._state_writes: dict[Link, dict[int, Slot]] = {}
         self._emit_compute()
         self._emit_updates()
 
@@ -188,7 +188,7 @@ class Expansion:
 
     def state_writes(self, link: Link) -> list[Slot]:
         """Where optimizer state goes down a link, layer by layer."""
-        return self._state_writes[link] if link in self._state_writes else []
+        return list(self._state_writes[link].values()) if link in self._state_writes else []
 
     # For emitters
 
@@ -246,6 +246,8 @@ class Expansion:
 
     def throttle(self, operation: LiftedOperation, waited: LiftedOperation, condition: Condition) -> None:
         """Makes an operation wait for an earlier one, where that exists, under a condition."""
+        if condition == NEVER:
+            return
         operation.throttles.setdefault(waited.slot, [])
         if condition not in operation.throttles[waited.slot]:
             operation.throttles[waited.slot].append(condition)
@@ -296,13 +298,15 @@ class Expansion:
                 if condition == NEVER or link.state_up is None or link.state_down is None:
                     continue
                 load, spill = emit(link.state_up, layer, -depth), emit(link.state_down, layer, depth)
-                # The copy above comes into being with the read and is gone with the write.
+                # The copy above comes into being with the read and goes with the write.
                 self.add(load.allocates, state, link.upper, condition)
                 self.add(spill.frees, state, link.upper, condition)
                 self.throttle(above_load, load, condition)
                 self.throttle(spill, above_spill, condition)
                 above_load, above_spill = load, spill
-                earlier = self.update_slot(layer - STATE_WINDOW, depth)
-                if earlier in self.operations:
-                    self.throttle(load, self.operations[earlier], condition)
-                self._state_writes.setdefault(link, []).append(spill.slot)
+                written = self._state_writes.setdefault(link, {})
+                if layer - STATE_WINDOW in written:
+                    earlier = self.operations[written[layer - STATE_WINDOW]]
+                    (leaving,) = earlier.exists
+                    self.throttle(load, earlier, self.space.product(leaving, condition))
+                written[layer] = spill.slot

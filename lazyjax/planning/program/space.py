@@ -60,6 +60,10 @@ class Space(Protocol):
         """The same condition, in the simplest form."""
         ...
 
+    def product(self, one: Condition, other: Condition) -> Condition:
+        """Both conditions, which may be about different decisions."""
+        ...
+
 
 class PlanSpace:
     """A finished plan."""
@@ -104,6 +108,10 @@ class PlanSpace:
         """It is simple already."""
         assert condition in (ALWAYS, NEVER)
         return condition
+
+    def product(self, one: Condition, other: Condition) -> Condition:
+        """Both are certain."""
+        return _certain(one == other == ALWAYS)
 
 
 def segments_of(plan: Plan) -> list[Segment]:
