@@ -8,15 +8,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from analysis.statistics import Mean, Paired, kendall_tau, mean, paired
 from lazyjax.runs import Run, RunError, read_run
 
-#: Entries of summary.json that stand beside each other: what a step took, and what it was simulated to take.
+#: What a step took, an entry of summary.json.
 MEASURED_SECONDS = "median_step_seconds"
-SIMULATED_SECONDS = "predicted_step_seconds"
+#: What it was simulated to take; not an entry, see `Trial.simulated_step_seconds`.
+SIMULATED_SECONDS = "simulated_step_seconds"
 
 
 class SweepError(ValueError):
@@ -35,11 +37,30 @@ class Trial:
     run: Run | None
 
     def figure(self, name: str) -> float | None:
-        """An entry of summary.json as a number; None where the trial has none."""
+        """An entry of summary.json as a number, or `SIMULATED_SECONDS`; None where the trial has none."""
+        if name == SIMULATED_SECONDS:
+            return self.simulated_step_seconds
         summary = None if self.run is None else self.run.summary
         if self.state != "succeeded" or summary is None or name not in summary or summary[name] is None:
             return None
         return float(summary[name])
+
+    @property
+    def simulated_step_seconds(self) -> float | None:
+        """What the plan's prediction says of a step with as many tokens as the timed ones had.
+
+        A plan is made for full rows. Bucketed rows are shorter; a step then takes the share of its time
+        that it has of the tokens, padding counted (compute, which bounds such steps, goes with them).
+        None where the plan predicts nothing.
+        """
+        run = self.run
+        if self.state != "succeeded" or run is None or run.summary is None:
+            return None
+        if run.predicted_step_seconds is None:
+            return None
+        full = run.summary["rows"] * run.summary["sequence_length"]
+        tokens = statistics.median(step["padded_tokens"] for step in run.timed_steps)
+        return run.predicted_step_seconds * min(1.0, tokens / full)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -192,6 +213,7 @@ def csv_lines(records: SweepRecords) -> list[list[str]]:
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
     )
+    figures.append(SIMULATED_SECONDS)
     lines = [["variant", "seed", "state", "digest", *figures]]
     for trial in records.trials:
         values = [trial.figure(name) for name in figures]

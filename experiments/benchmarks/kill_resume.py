@@ -33,7 +33,7 @@ SOURCES = ("lazyjax", "experiments/benchmarks/kill_resume.py")
 POINTS = {"operation": 40, "update": 3, "spill": 9, "array": 3, "commit": 1, "deletion": 1}
 #: What may differ between two runs of the same arithmetic.
 TIMES = ("step_seconds", "compile_seconds", "tokens_per_second", "model_tflops", "host_bytes", "seconds")
-_ARCHITECTURE = {
+ARCHITECTURE = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 2048, "hidden_size": 32,
     "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
     "head_dim": 16, "rms_norm_eps": 1e-6, "initializer_range": 0.02, "hidden_act": "silu",
@@ -59,7 +59,7 @@ def draw_moments(kills: int, seed: int) -> list[Moment]:
 
 def arguments(folder: pathlib.Path, name: str, steps: int) -> list[str]:
     """The command line of the run; writes the files that it names."""
-    (folder / "model.json").write_text(json.dumps(_ARCHITECTURE))
+    (folder / "model.json").write_text(json.dumps(ARCHITECTURE))
     rows = [
         {"query": "What is " + " plus ".join(map(str, range(i % 7 + 2))) + "?", "response": f"It is {i}."}
         for i in range(40)

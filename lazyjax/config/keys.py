@@ -250,8 +250,8 @@ class OptimizerConfig(_Group):
     """AdamW on the host.
 
     Attributes:
-        name: `hybrid8bit` (8-bit moments, float32 master weights), `fp32_adamw` (exact) or
-            `bf16_adamw`.
+        name: `hybrid8bit` (8-bit moments, float32 master weights), `fp32_adamw` (exact),
+            `bf16_adamw`, or `hybrid8bit_2percent` (2 % of the moments in 8 bits, to compare with).
         learning_rate: the peak of the schedule.
         schedule: after warm-up: constant, or down to `final_fraction` of the peak.
         warmup_steps: steps of linear warm-up from zero.
@@ -262,7 +262,7 @@ class OptimizerConfig(_Group):
         threads: of the host update; 0 takes every core.
     """
 
-    name: Literal["hybrid8bit", "fp32_adamw", "bf16_adamw"] = DEFAULT_OPTIMIZER
+    name: Literal["hybrid8bit", "hybrid8bit_2percent", "fp32_adamw", "bf16_adamw"] = DEFAULT_OPTIMIZER
     learning_rate: Annotated[float, pydantic.Field(gt=0)] = 1e-5
     beta1: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.999
@@ -289,6 +289,8 @@ class PlanConfig(_Group):
         backward_prefetch: the same during the backward pass.
         update: `deferred` runs the host update under the next step's forward pass.
         interlayer_home: where activations wait between a layer and the next.
+        keep_residuals: whether the `milp` planner may keep tensors inside blocks for the backward pass;
+            without them, all but the blocks' inputs is computed again.
         token_chunk: tokens of a row that a block computes at a time; left out, the whole row. For rows so
             long that a block's working memory does not fit.
         devices: how many share every batch and every slab.
@@ -312,6 +314,7 @@ class PlanConfig(_Group):
     backward_prefetch: PositiveInt | None = None
     update: Literal["deferred", "immediate"] | None = None
     interlayer_home: Literal["device", "host"] | None = None
+    keep_residuals: bool = True
     token_chunk: PositiveInt | None = None
     devices: PositiveInt = 1
     nvme_folder: PathKey | None = None
@@ -327,6 +330,8 @@ class PlanConfig(_Group):
             solves = (self.planner == "milp" and self.file is None) or self.replan_after_steps is not None
             if getattr(self, key) is not None and not solves:
                 raise ValueError(f"{key} limits the planner milp only; leave it out or choose planner milp")
+        if not self.keep_residuals and (self.planner != "milp" or self.file is not None):
+            raise ValueError("keep_residuals limits the planner milp only; leave it out")
         return self
 
 

@@ -64,7 +64,9 @@ class Hybrid8bit:
     @property
     def name(self) -> str:
         """As in configurations."""
-        return "hybrid8bit"
+        if self.eight_bit_fraction == 1:
+            return "hybrid8bit"
+        return f"hybrid8bit_{100 * self.eight_bit_fraction:g}percent"
 
     @property
     def master_bytes(self) -> int:

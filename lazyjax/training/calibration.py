@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
@@ -19,9 +19,10 @@ from lazyjax.hardware.measure import MeasureOptions, measure_profile
 from lazyjax.hardware.profile import HardwareProfile, load_profile
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import make_host_optimizer
+from lazyjax.planning.costs.bare import without_residuals
 from lazyjax.planning.costs.probes import block_shapes, update_probe
 from lazyjax.planning.costs.seconds import Costs, template_costs
-from lazyjax.planning.planner.question import Request
+from lazyjax.planning.planner.question import CostModel, Request
 from lazyjax.planning.planner.request import build_request
 from lazyjax.training.status import say, stage
 from lazyjax.training.timed_costs import (
@@ -61,7 +62,24 @@ def make_request(
     """
     hardware = config.plan.hardware
     measured = hardware in (CALIBRATE, AUTO)
-    profile = _measured_profile(config, template, console) if measured else load_profile(hardware)
+    profile = (
+        measured_profile(config, template, console, [config.optimizer.name])
+        if measured
+        else load_profile(hardware)
+    )
+    request = profile_request(config, template, profile, identity=CALIBRATE if measured else "")
+    request = dataclasses.replace(request, microbatches=microbatches)
+    if not measured:
+        return request
+    # The request has checked that the batch can be split at all: now there are sizes to time.
+    costs = _timed_costs(config, template, profile, kernels, console, microbatches)
+    return _as_allowed(config, dataclasses.replace(request, costs=costs))
+
+
+def profile_request(
+    config: Config, template: ModelTemplate, profile: HardwareProfile, *, identity: str = ""
+) -> Request:
+    """The planner's question at the rates of a profile, whatever `plan.hardware` is."""
     if profile.devices != config.plan.devices:
         sources = {**profile.sources, "devices": "plan.devices of the configuration"}
         profile = profile.model_copy(update={"devices": config.plan.devices, "sources": sources})
@@ -76,17 +94,30 @@ def make_request(
         device_bytes=config.plan.device_bytes,
         host_bytes=config.plan.host_bytes,
         nvme_bytes=None if config.plan.nvme_folder is not None else 0,
-        identity=CALIBRATE if measured else "",
+        identity=identity,
     )
-    request = dataclasses.replace(request, microbatches=microbatches)
-    if not measured:
+    return _as_allowed(config, request)
+
+
+def _as_allowed(config: Config, request: Request) -> Request:
+    """The request, without the choices that a configuration takes from the planner."""
+    if config.plan.keep_residuals:
         return request
-    # The request has checked that the batch can be split at all: now there are sizes to time.
-    costs = _timed_costs(config, template, profile, kernels, console, microbatches)
-    return dataclasses.replace(request, costs=costs)
+    whole = request.costs
+
+    @functools.cache
+    def costs(microbatch_rows: int) -> CostModel:
+        found = whole(microbatch_rows)
+        assert isinstance(found, Costs)
+        return without_residuals(found)
+
+    return dataclasses.replace(request, costs=costs, identity=f"{request.identity} without residuals")
 
 
-def _measured_profile(config: Config, template: ModelTemplate, console: Console | None) -> HardwareProfile:
+def measured_profile(
+    config: Config, template: ModelTemplate, console: Console | None, optimizers: Sequence[str]
+) -> HardwareProfile:
+    """The rates of this machine, for a model, its dtype and optimizers."""
     options = MeasureOptions(
         shapes=block_shapes(template, config.data.rows * config.data.sequence_length),
         compute_dtype=config.model.compute_dtype,
@@ -95,9 +126,8 @@ def _measured_profile(config: Config, template: ModelTemplate, console: Console 
         nvme_folder=config.plan.nvme_folder,
         repeats=3,
     )
-    optimizer: str = config.optimizer.name
     with stage(console, "calibrating: measuring the rates of this machine") as advance:
-        probes = {optimizer: update_probe(optimizer)}
+        probes = {optimizer: update_probe(optimizer) for optimizer in optimizers}
         return measure_profile(CALIBRATE, options, probes, progress=advance)
 
 

@@ -38,6 +38,10 @@ class MachineError(ValueError):
     """The machine lacks what the configuration asks for; the message names the key and the sum."""
 
 
+class StepMemoryError(MachineError):
+    """No step of the configuration fits the machine."""
+
+
 def check_machine(config: Config, template: ModelTemplate, device: jax.Device) -> None:
     """All checks that need no data.
 
@@ -80,7 +84,7 @@ def check_step_memory(config: Config, template: ModelTemplate, device: jax.Devic
     """Whether some plan (or the rule that was asked for) fits device and host at all.
 
     Raises:
-        MachineError: says which memory, how much the leanest step takes, and what would help.
+        StepMemoryError: says which memory, how much the leanest step takes, and what would help.
     """
     limits = {figure: value for figure, (value, _) in capacities(device).items()}
     device_bytes, host_bytes = limits["device_total_bytes"], limits["host_bytes"]
@@ -91,7 +95,7 @@ def check_step_memory(config: Config, template: ModelTemplate, device: jax.Devic
     least = tokens * (BATCH_BYTES_PER_TOKEN + hidden_bytes)
     there = config.plan.devices * device_bytes + host_bytes
     if config.plan.nvme_folder is None and least > there:
-        raise MachineError(
+        raise StepMemoryError(
             f"{keys}: the batch and one layer's input alone take {least / 1e9:,.1f} GB, device and host have "
             f"{there / 1e9:,.1f} GB: lower one of the two"
         )
@@ -109,9 +113,10 @@ def check_step_memory(config: Config, template: ModelTemplate, device: jax.Devic
             lean = [problem_of(request, setting, lean=True) for setting in settings_of(finest)]
             shortfall = nearest_miss(lean)
             words = refusal(request, shortfall, _offers(config, ask))
-            raise MachineError(f"{keys}: {words}; {_less(config, request, ask)}shorter sequences take less")
+            less = f"{_less(config, request, ask)}shorter sequences take less"
+            raise StepMemoryError(f"{keys}: {words}; {less}")
     except OverflowError as error:
-        raise MachineError(f"{keys}: too large for any machine") from error
+        raise StepMemoryError(f"{keys}: too large for any machine") from error
 
 
 def _offers(config: Config, ask: Callable[[Config], Request]) -> dict[str, Request]:
@@ -149,7 +154,7 @@ def _check_fixed(config: Config, template: ModelTemplate, request: Request, keys
     needed = predict(request, plan).peak_bytes[Tier.DEVICE.value]
     if needed > request.capacity[Tier.DEVICE]:
         what = f"the plan {config.plan.file}" if config.plan.file is not None else f"the rule {plan.planner}"
-        raise MachineError(
+        raise StepMemoryError(
             f"{keys}: {what} in {plan.microbatches} microbatch(es) takes {needed / 1e9:.2f} GB of device "
             f"memory, {request.capacity[Tier.DEVICE] / 1e9:.2f} GB are there: use more microbatches, fewer "
             "data.rows, or plan.planner milp, which finds what fits"

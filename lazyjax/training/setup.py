@@ -108,15 +108,22 @@ def _checkpoint_bytes(spec: ModelSpec, optimizer: HostOptimizer) -> int:
     return state - 2 * sum(slab_layout(layer.parameters).length for layer in spec.layers)
 
 
-def _check_disk(config: Config, model_bytes: int, checkpoint_bytes: int) -> None:
-    """What cannot be written at the end is better known of before training."""
-    folder, keys = config.run.folder, config.checkpoints
+def disk_bytes(config: Config, spec: ModelSpec, optimizer: HostOptimizer) -> dict[str, tuple[str, int]]:
+    """What a run writes at most: the setting that avoids it -> what it is, and its bytes."""
+    keys = config.checkpoints
+    model_bytes, checkpoint_bytes = 2 * spec.parameter_count, _checkpoint_bytes(spec, optimizer)
     needed = {"run.save_model to false": ("the trained model", model_bytes if config.run.save_model else 0)}
     if keys.every_steps is not None or keys.every_minutes is not None:
         # The next one is whole before an old one goes.
         count = keys.keep_last + keys.keep_best + 1
         words = f"{count} checkpoints of {format_bytes(checkpoint_bytes)}"
         needed["checkpoints.every_steps and every_minutes to null"] = (words, count * checkpoint_bytes)
+    return needed
+
+
+def _check_disk(config: Config, spec: ModelSpec, optimizer: HostOptimizer) -> None:
+    """What cannot be written at the end is better known of before training."""
+    folder, needed = config.run.folder, disk_bytes(config, spec, optimizer)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free_bytes, total_bytes = shutil.disk_usage(existing).free, sum(size for _, size in needed.values())
     if free_bytes < total_bytes:
@@ -287,7 +294,7 @@ def _read_inputs(config: Config, resume: Resume | None) -> _Inputs:
         batches.training.restore(resume.position.data)
         config = resume.without_past(config)
     _check_replanning(config, schedule.steps)
-    _check_disk(config, 2 * spec.parameter_count, _checkpoint_bytes(spec, optimizer))
+    _check_disk(config, spec, optimizer)
     return _Inputs(
         config, template, attention, checkpoint, mesh, optimizer, identity, tokenizer, tokenizer_folder,
         chat_template, batches, questions, schedule, state_bytes,

@@ -17,6 +17,7 @@ from lazyjax.planning.plan import cache
 from lazyjax.planning.plan.baselines import BASELINES, without_nvme
 from lazyjax.planning.plan.document import Plan, PlanError, check_made_for, load_plan, validate_plan
 from lazyjax.planning.planner.question import Request
+from lazyjax.planning.planner.search import predict
 from lazyjax.planning.planner.service import solve_cached, verify_for
 from lazyjax.planning.program.verify import VerificationError, verify
 from lazyjax.training.calibration import AUTO, CALIBRATE, make_request
@@ -58,7 +59,7 @@ def choose(
     if known is None and is_solved(config):
         template = template.in_chunks(config.plan.token_chunk)
         request = make_request(config, template, kernels, console, microbatches=config.plan.microbatches)
-        plan = _solve(config, dataclasses.replace(request, **_given(config)), console)
+        plan = _solve(config, dataclasses.replace(request, **given_fields(config)), console)
         _check_runs(plan, config, template)
         return Choice(plan, request)
     if known is None:
@@ -68,9 +69,15 @@ def choose(
         _check_runs(plan, config, template.in_chunks(plan.token_chunk))
     template = template.in_chunks(plan.token_chunk)
     _verify_structure(plan, config, template)
-    if config.plan.replan_after_steps is None:
+    replans = config.plan.replan_after_steps is not None
+    # With `auto` nothing is measured for a plan that is given: a run under it begins at once.
+    predicts = plan.prediction is None and config.plan.hardware != AUTO
+    if not (replans or predicts):
         return Choice(plan, None)
-    return Choice(plan, make_request(config, template, kernels, console, microbatches=plan.microbatches))
+    request = make_request(config, template, kernels, console, microbatches=plan.microbatches)
+    if predicts:
+        plan = plan.model_copy(update={"prediction": predict(request, plan)})
+    return Choice(plan, request if replans else None)
 
 
 def is_solved(config: Config) -> bool:
@@ -88,7 +95,7 @@ def fixed_plan(config: Config, template: ModelTemplate) -> Plan:
     if config.plan.file is not None:
         plan = _load(config, batch)
     else:
-        rule, fixed = BASELINES[config.plan.planner], {**_given(config), **_made_for(config)}
+        rule, fixed = BASELINES[config.plan.planner], {**given_fields(config), **_made_for(config)}
         names = _names(template.in_chunks(config.plan.token_chunk))
         plan = rule(template.spec, names, **batch, **fixed, token_chunk=config.plan.token_chunk)
         if config.plan.nvme_folder is None:
@@ -97,7 +104,7 @@ def fixed_plan(config: Config, template: ModelTemplate) -> Plan:
     return plan
 
 
-def _given(config: Config) -> dict[str, Any]:
+def given_fields(config: Config) -> dict[str, Any]:
     """Fields of a plan that the configuration fixes."""
     keys = ("microbatches", "prefetch", "backward_prefetch", "update", "interlayer_home")
     return {key: getattr(config.plan, key) for key in keys if getattr(config.plan, key) is not None}

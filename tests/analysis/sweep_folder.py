@@ -31,7 +31,7 @@ def write_outcome(folder: pathlib.Path, name: str, seed: int, digest: str, commi
     summary = {
         "status": "finished", "device": "cpu", "commit": commit, "date": "2026-11-30",
         "last_evaluation_loss": 2.0 + seed + (0.5 if slow else 0.0) + (0.01 * seed if slow else 0.0),
-        "median_step_seconds": 2.0 if slow else 1.0, "predicted_step_seconds": 1.9 if slow else 1.1,
+        "median_step_seconds": 2.0 if slow else 1.0, "rows": 2, "sequence_length": 10,
         "tokens_per_second": 100.0, "peak_device_bytes": 2**20,
     }  # fmt: skip
     outcome = {"state": "succeeded", "message": "", "summary": summary, "seconds": 3.0}
@@ -39,8 +39,12 @@ def write_outcome(folder: pathlib.Path, name: str, seed: int, digest: str, commi
     run = folder / "trials" / digest
     run.mkdir(parents=True)
     (run / "summary.json").write_text(json.dumps(summary))
+    # Rows of `slow` are half as long as its plan was made for.
+    prediction = {"period_seconds": 3.8 if slow else 1.1}
+    (run / "plan.json").write_text(json.dumps({"prediction": prediction}))
+    tokens = {"real_tokens": 10, "padded_tokens": 10 if slow else 20}
     steps = [
-        {"kind": "train", "step": step, "loss": 5.0 / step, "real_tokens": 10, "step_seconds": 0.5}
+        {"kind": "train", "step": step, "loss": 5.0 / step, "step_seconds": 0.5, **tokens}
         for step in range(1, 6)
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))

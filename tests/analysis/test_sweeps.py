@@ -40,6 +40,8 @@ def test_a_sweep_is_read_by_variant_and_seed(tmp_path):
     assert difference.mean == pytest.approx(0.51)
     assert 0.4 < difference.low < difference.high < 0.6
     assert records.order_agreement() == 1.0
+    # Of plan.json, for the tokens that the steps had.
+    assert records.step_seconds() == [("plain", 1.1, 1.0), ("slow", pytest.approx(1.9), 2.0)]
 
 
 def test_what_does_not_fit_stands_in_the_table_with_the_planner_s_words(tmp_path):

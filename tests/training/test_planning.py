@@ -29,7 +29,7 @@ from lazyjax.optim.clipping import ClipRule
 from lazyjax.planning.costs.seconds import Costs, MeasuredKey, measured_key
 from lazyjax.planning.plan.baselines import recompute_all
 from lazyjax.planning.plan.document import load_plan
-from lazyjax.planning.planner import service, solver
+from lazyjax.planning.planner import search, service, solver
 from lazyjax.planning.planner.request import build_request
 from lazyjax.planning.planner.search import SearchResult
 from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, Action, Operation
@@ -232,6 +232,31 @@ def test_a_solved_plan_is_found_again_and_verified(small, monkeypatch) -> None:
 
     monkeypatch.setattr(service, "find_plan", refuse)
     assert choose_plan(config, template) == plan
+
+
+def test_a_rule_promises_a_time_where_the_machine_is_named(small) -> None:
+    rule = ("--plan.planner", "megatrain")
+    config = small(*rule, "--plan.hardware", "h800-paper")
+    template = build_template(read_architecture(config)[0])
+    plan = choose_plan(config, template)
+    request = calibration.make_request(config, template, microbatches=plan.microbatches)
+    assert plan.prediction == search.predict(request, plan)
+    assert choose_plan(small(*rule), template).prediction is None
+
+
+def test_without_residuals_nothing_is_kept_inside_blocks(small) -> None:
+    config = small("--plan.planner", "milp", "--plan.hardware", "h800-paper")
+    template = build_template(read_architecture(config)[0])
+    free = choose_plan(config, template)
+    assert any(layer.saved for layer in free.layers)
+    bare = choose_plan(
+        small("--plan.planner", "milp", "--plan.hardware", "h800-paper", "--plan.keep-residuals", "false"),
+        template,
+    )
+    assert not any(layer.saved for layer in bare.layers)
+    assert bare.prediction.period_seconds > free.prediction.period_seconds
+    with pytest.raises(ConfigError, match="keep_residuals limits the planner milp"):
+        small("--plan.planner", "megatrain", "--plan.keep-residuals", "false")
 
 
 @pytest.mark.parametrize("planner", ["milp", "megatrain"])
