@@ -4,6 +4,7 @@ import pytest
 
 from experiments.sweeping.document import SweepError, read_sweep
 
+ROOT = pathlib.Path(__file__).parents[2]
 BASE = "model: {architecture: Qwen2.5-7B}\ntraining: {steps: 10}\n"
 
 
@@ -75,3 +76,15 @@ def test_a_bad_file_is_named_with_its_key(tmp_path, old, new, words):
     with pytest.raises(SweepError, match=r"(sweep|nowhere)\.yaml") as caught:
         read_sweep(write(tmp_path, GOOD.replace(old, new)))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "experiments" / "sweeps").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_every_sweep_of_the_repository_can_be_read(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    sweep = read_sweep(path)
+    assert [trial.problem for trial in sweep.trials if trial.problem] == []
+    comments = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    words = {line.split()[1] for line in comments}
+    assert {"command", "report", "time", "expected"} <= words
