@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Float32, Int32
 
 Tokens = Int32[np.ndarray, "B T"]
+LossMask = Bool[np.ndarray, "B T"] | Float32[np.ndarray, "B T"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,7 +22,8 @@ class Batch:
     Attributes:
         tokens_BT: input token ids.
         targets_BT: the token that follows each input token (any value where masked out).
-        loss_mask_BT: True where the target counts towards the loss (response tokens only).
+        loss_mask_BT: True where the target counts towards the loss (response tokens only); or, in float32,
+            with what weight it counts, 0 for not at all. The loss is the weighted mean.
         segment_ids_BT: 1, 2, ... for the packed rows of a sequence, 0 for padding. Tokens see
             only earlier tokens of their own segment.
         positions_BT: position inside the segment, restarting at 0.
@@ -29,7 +31,7 @@ class Batch:
 
     tokens_BT: Tokens
     targets_BT: Tokens
-    loss_mask_BT: Bool[np.ndarray, "B T"]
+    loss_mask_BT: LossMask
     segment_ids_BT: Tokens
     positions_BT: Tokens
 
@@ -45,8 +47,13 @@ class Batch:
 
     @property
     def target_tokens(self) -> int:
-        """Tokens that count towards the loss: the denominator of its mean."""
-        return int(self.loss_mask_BT.sum())
+        """Tokens that count towards the loss."""
+        return int(np.count_nonzero(self.loss_mask_BT))
+
+    @property
+    def target_weight(self) -> float:
+        """The sum of their weights: the denominator of the loss. Their number where all weights are 1."""
+        return float(self.loss_mask_BT.sum(dtype=np.float64))
 
     @property
     def real_tokens(self) -> int:
@@ -71,7 +78,7 @@ class Batch:
         Raises:
             ValueError: naming the row, the position and the id.
         """
-        targets_BT = np.where(self.loss_mask_BT, self.targets_BT, 0)
+        targets_BT = np.where(self.loss_mask_BT != 0, self.targets_BT, 0)
         for name, ids_BT in (("token", self.tokens_BT), ("target", targets_BT)):
             if ids_BT.size and not (ids_BT.min() >= 0 and ids_BT.max() < size):
                 row, position = np.argwhere((ids_BT < 0) | (ids_BT >= size))[0]

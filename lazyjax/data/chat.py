@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Float32, Int32
 
 from lazyjax.data.formats import Conversation, DataError, Message, Row
 from lazyjax.data.sources import expanded, problems_folder
@@ -45,17 +45,18 @@ PLAIN_TEMPLATE = (
 
 
 class Encoded(NamedTuple):
-    """One row: token ids, and True on the T tokens that count towards the loss."""
+    """One row: token ids, and True on the T tokens that count towards the loss, or their weights."""
 
     tokens_T: Int32[np.ndarray, " T"]
-    response_T: Bool[np.ndarray, " T"]
+    response_T: Bool[np.ndarray, " T"] | Float32[np.ndarray, " T"]
 
 
 class Rendered(NamedTuple):
-    """One row as text; the character ranges [start, stop) that are learned."""
+    """One row as text; the character ranges [start, stop) that are learned, and the weight of each."""
 
     text: str
     responses: tuple[tuple[int, int], ...]
+    weights: tuple[float, ...]
 
 
 def load_tokenizer(folder: pathlib.Path | str | None = None) -> Tokenizer:
@@ -141,7 +142,7 @@ def render_row(tokenizer: Tokenizer, row: Row) -> Rendered:
     # The first token is never a target, so a beginning-of-sequence token costs nothing.
     start = tokenizer.bos_token if _adds_bos(tokenizer) else ""
     text = start + row.text + end
-    return Rendered(text, ((len(start), len(text)),))
+    return Rendered(text, ((len(start), len(text)),), (1.0,))
 
 
 def render(
@@ -157,7 +158,7 @@ def render(
     row = Row(tuple(conversation), tuple(tools))
     text = _render(tokenizer, conversation, tools)
     last = len(conversation) - 1
-    responses = []
+    responses, weights = [], []
     for index, message in enumerate(conversation):
         _check_calls(tokenizer, row, index, text)
         if message.role != "assistant" or message.weight == 0:
@@ -169,9 +170,10 @@ def render(
             raise DataError(f"message {index + 1}: the chat template leaves nothing of the response")
         _check_response(index, message, text[start:stop])
         responses.append((start, stop))
+        weights.append(message.weight)
     if tools and _render(tokenizer, conversation, (), template=_template(tokenizer, tools)) == text:
         raise DataError("the chat template does not write 'tools', so the model would not see them")
-    return Rendered(text[: responses[-1][1]], tuple(responses))
+    return Rendered(text[: responses[-1][1]], tuple(responses), tuple(weights))
 
 
 def encode(tokenizer: Tokenizer, rendered: Sequence[Rendered]) -> list[Encoded]:
@@ -191,10 +193,12 @@ def encode(tokenizer: Tokenizer, rendered: Sequence[Rendered]) -> list[Encoded]:
         rendered, encodings["input_ids"], encodings["offset_mapping"], strict=True
     ):
         borders = np.asarray(offsets, np.int64).reshape(-1, 2)
-        response_T = np.zeros(len(token_ids), np.bool_)
-        for start, stop in one.responses:
+        plain = all(weight == 1 for weight in one.weights)
+        response_T = np.zeros(len(token_ids), np.bool_ if plain else np.float32)
+        for (start, stop), weight in zip(one.responses, one.weights, strict=True):
             # Blanks may be trimmed from a token's range, so a range can be empty: test both ends.
-            response_T |= (borders[:, 1] > start) & (borders[:, 0] < stop)
+            within_T = (borders[:, 1] > start) & (borders[:, 0] < stop)
+            response_T[within_T] = np.maximum(response_T[within_T], response_T.dtype.type(weight))
         encoded.append(Encoded(np.asarray(token_ids, np.int32), response_T))
     return encoded
 

@@ -10,9 +10,9 @@ Formats, told apart by the columns of the first row:
 
 Beside any of the first three, "system" (text), "history" (pairs of earlier turns) and "tools" (JSON
 schemas) belong to the conversation; "input" is appended to the prompt of a pair after a blank line. A turn
-may have "weight" (0: context only), reasoning ("reasoning_content", "reasoning" or "thinking"),
-"tool_calls", "tool_call_id" and "name". Any other key of a turn is refused, because it could
-decide what is learned; any other column of a row is passed over and can be named (`unused`).
+may have "weight" (0: context only; 2: twice as much as by default), reasoning ("reasoning_content",
+"reasoning" or "thinking"), "tool_calls", "tool_call_id" and "name". Any other key of a turn is refused,
+because it could decide what is learned; any other column of a row is passed over and can be named (`unused`).
 
 This module knows nothing about files or tokens.
 """
@@ -42,6 +42,8 @@ _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _TEMPLATE_KEYS = ("tool_call_id", "name")
 #: Keys of a turn that say nothing about its text.
 _BOOKKEEPING_KEYS = ("id", "timestamp", "created_at", "metadata")
+#: Between the largest weight and the smallest, float32 still adds up.
+_MOST_WEIGHT = 1000.0
 _TURN_KEYS = ("role", "content", "from", "value", "weight", "tool_calls", "function_call")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -57,7 +59,7 @@ class Message:
     Attributes:
         role: one of `ROLES`.
         content: may be empty in a system or tool turn, in one with tool calls, and in one of weight 0.
-        weight: of an assistant turn's tokens in the loss; 0 makes it context.
+        weight: of an assistant turn's tokens in the loss, from 0 (context) up; 1 by default.
         reasoning: what the assistant thought before it answered.
         extra: further keys for the chat template, e.g. `tool_calls`, as JSON values.
     """
@@ -311,8 +313,12 @@ def _weight(place: str, turn: Mapping[str, Any]) -> float:
     if "weight" not in turn or turn["weight"] is None:
         return 1.0
     weight = turn["weight"]
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise DataError(f"{place}: 'weight' must be 0 (context only) or 1 (learned), it is {weight!r}")
+    number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not number or not 0 <= weight <= _MOST_WEIGHT or 0 < weight < 1 / _MOST_WEIGHT:
+        raise DataError(
+            f"{place}: 'weight' must be 0 (context only), or from {1 / _MOST_WEIGHT:g} to {_MOST_WEIGHT:g} "
+            f"(1: learned as usual), it is {weight!r}"
+        )
     return float(weight)
 
 

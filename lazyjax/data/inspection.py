@@ -140,7 +140,7 @@ def colored(
     own = _own_words(row)
     learned = 0
     tokens = list(zip(encoded.tokens_T[:limit].tolist(), encoded.response_T[:limit].tolist(), strict=True))
-    for is_learned, group in itertools.groupby(tokens, key=lambda pair: pair[1]):
+    for is_learned, group in itertools.groupby(tokens, key=lambda pair: pair[1] != 0):
         ids = [token for token, _ in group]
         piece = tokenizer.decode(ids)
         if is_learned:

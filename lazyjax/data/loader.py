@@ -326,7 +326,7 @@ class Loader:
         shape = self.settings.batch_rows, plan.length
         tokens_BT = np.full(shape, self._padding_token, np.int32)
         targets_BT = np.full(shape, self._padding_token, np.int32)
-        loss_mask_BT = np.zeros(shape, np.bool_)
+        loss_mask_BT = np.zeros(shape, self._rows.response_N.dtype)
         segment_ids_BT = np.zeros(shape, np.int32)
         positions_BT = np.zeros(shape, np.int32)
         for line, sequence in enumerate(plan.sequences):

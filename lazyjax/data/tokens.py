@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal, get_args
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Bool, Float32, Int32, Int64
 
 from lazyjax.data import chat
 from lazyjax.data.formats import BadRow, DataError, Row
@@ -39,7 +39,7 @@ _CHUNK_ROWS = 1000
 #: Reasons that are kept in words; all are counted.
 _MOST_REASONS = 100
 #: Counts changes of what is kept in a cache file, or of how rows become tokens.
-_FORMAT = "3"
+_FORMAT = "4"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,7 +48,8 @@ class TokenizedRows:
 
     Attributes:
         tokens_N: token ids of all rows, one after the other.
-        response_N: True on the tokens that count towards the loss.
+        response_N: True on the tokens that count towards the loss; or their weights, where a row gives a
+            turn one that is neither 0 nor 1.
         starts_S: where each row starts, and N at the end (S = R + 1).
         source_R: which row of the source each is, from 0. Never decreasing; a text that is longer than a
             sequence is several rows.
@@ -63,7 +64,7 @@ class TokenizedRows:
     """
 
     tokens_N: Int32[np.ndarray, " N"]
-    response_N: Bool[np.ndarray, " N"]
+    response_N: Bool[np.ndarray, " N"] | Float32[np.ndarray, " N"]
     starts_S: Int64[np.ndarray, " S"]
     source_R: Int64[np.ndarray, " R"]
     rows_read: int
@@ -88,8 +89,8 @@ class TokenizedRows:
     @functools.cached_property
     def learned_R(self) -> Int64[np.ndarray, " R"]:
         """Tokens of each row that count towards the loss; its first has no predecessor and never does."""
-        starts = self.starts_S[:-1]
-        return np.add.reduceat(self.response_N, starts, dtype=np.int64) - self.response_N[starts]
+        starts, learned_N = self.starts_S[:-1], self.response_N != 0
+        return np.add.reduceat(learned_N, starts, dtype=np.int64) - learned_N[starts]
 
     def row(self, index: int) -> chat.Encoded:
         """One row's tokens and response mask, as views."""
@@ -101,9 +102,10 @@ class TokenizedRows:
     ) -> tuple[Int32[np.ndarray, " prompt"], Int32[np.ndarray, " response"]]:
         """One row for generation: the tokens before its last response, and that response."""
         tokens_T, response_T = self.row(index)
-        others = np.flatnonzero(~response_T[: np.flatnonzero(response_T)[-1] + 1])
+        learned_T = response_T != 0
+        others = np.flatnonzero(~learned_T[: np.flatnonzero(learned_T)[-1] + 1])
         start = int(others[-1]) + 1 if len(others) else 0
-        return tokens_T[:start], tokens_T[start:][response_T[start:]]
+        return tokens_T[:start], tokens_T[start:][learned_T[start:]]
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -341,5 +343,6 @@ def _consistent(rows: TokenizedRows) -> bool:
         and starts_S[-1] == len(rows.tokens_N)
         and (np.diff(starts_S) > 0).all()
         and (rows.tokens_N >= 0).all()
+        and (rows.response_N >= 0).all()
         and 0 <= rows.source_R.min() <= rows.source_R.max() < rows.rows_read
     )

@@ -163,18 +163,19 @@ def read_rows(
 
 
 def mean_loss(model: Model, chosen: EvaluationRows) -> tuple[float, int]:
-    """Mean -log p over the responses of the rows, and how many tokens these are."""
+    """Mean -log p over the responses of the rows, by their weights, and how many tokens these are."""
     longest = int(chosen.rows.lengths_R[chosen.indices_R].max())
     settings = Settings(_LOSS_ROWS, longest, "bucketed", shuffle=False, partial="pad")
     loader = Loader(chosen.rows, chosen.indices_R, settings, padding_token=padding_token_id(model.tokenizer))
     kernels = model.kernels
     forward = ForwardPass(kernels, model.store, Transfers(kernels.sharded, kernels.compute_dtype))
     plan = recompute_all(model.template.spec, (), rows=_LOSS_ROWS, sequence_length=longest)
-    loss_sum, target_tokens = 0.0, 0
+    loss_sum, weight, target_tokens = 0.0, 0.0, 0
     for batch in loader.epoch_batches():
         loss_sum += forward.loss_sum(batch, plan)
+        weight += batch.target_weight
         target_tokens += batch.target_tokens
-    return loss_sum / target_tokens, target_tokens
+    return loss_sum / weight, target_tokens
 
 
 def result_record(result: ExactMatch, rows: Sequence[Scored], loss: float | None) -> dict[str, Any]:

@@ -40,8 +40,8 @@ class DeviceWork:
         self._kernels, self._copies, self._store, self._queues = kernels, copies, store, queues
         self._buffers, self._schedule, self._batch = buffers, schedule, batch
         self._template = kernels.template.in_chunks(schedule.plan.token_chunk)
-        # The loss is a mean over the whole batch's target tokens.
-        self._scale = copies.scalar_to_device(1.0 / batch.target_tokens)
+        # The loss is a mean over the whole batch's target tokens, by their weights.
+        self._scale = copies.scalar_to_device(1.0 / batch.target_weight)
         self.losses: list[Any] = []
         self.squared_norms: dict[int, Any] = {}
 

@@ -254,15 +254,17 @@ class Executor:
             work = HostWork(m.copies, m.updates, self._drive, m.queues, m.recorder, buffers, pending)
             self._unfinished.wait(work.update_all(self.schedule))
 
-    def evaluate(self, batch: Batch) -> tuple[float, int]:
-        """Sum of -log p over the batch's target tokens, and their number; flushes pending updates.
+    def evaluate(self, batch: Batch) -> tuple[float, float]:
+        """Sum of -log p over the batch's target tokens by their weights, and the sum of these.
+
+        Flushes pending updates.
 
         Raises:
             ValueError: ids outside the vocabulary; nothing ran.
         """
         batch.check_vocabulary(self.template.spec.vocabulary_size)
         self.flush()
-        return self._forward.loss_sum(batch, self.plan), batch.target_tokens
+        return self._forward.loss_sum(batch, self.plan), batch.target_weight
 
     def logits(self, batch: Batch) -> np.ndarray:
         """fp32 logits [B, T, V] of a short batch; flushes pending updates.

@@ -42,7 +42,7 @@ class DeviceBatch(NamedTuple):
 
     tokens_BT: Int32[Array, "B T"]
     targets_BT: Int32[Array, "B T"]
-    loss_mask_BT: Bool[Array, "B T"]
+    loss_mask_BT: Bool[Array, "B T"] | Float32[Array, "B T"]
     segment_ids_BT: Int32[Array, "B T"]
     positions_BT: Int32[Array, "B T"]
 

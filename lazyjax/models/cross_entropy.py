@@ -32,10 +32,10 @@ def cross_entropy(
     normed_BTD: Float[Array, "B T D"],
     table_VD: Float[Array, "V D"],
     targets_BT: Int32[Array, "B T"],
-    mask_BT: Bool[Array, "B T"],
+    mask_BT: Bool[Array, "B T"] | Float32[Array, "B T"],
     chunk_tokens: int,
 ) -> Float32[Array, ""]:
-    """Sum of -log p over unmasked targets; masked ones may have any value."""
+    """Sum of -log p times the mask, which may hold weights; masked targets may have any value."""
 
     def one_chunk(total: Array, chunk: tuple[Array, ...]) -> tuple[Array, None]:
         normed_BCD, targets_BC, mask_BC = chunk
@@ -51,11 +51,11 @@ def cross_entropy_and_gradients(
     normed_BTD: Float[Array, "B T D"],
     table_VD: Float[Array, "V D"],
     targets_BT: Int32[Array, "B T"],
-    mask_BT: Bool[Array, "B T"],
+    mask_BT: Bool[Array, "B T"] | Float32[Array, "B T"],
     scale: Float32[Array, ""],
     chunk_tokens: int,
 ) -> LossAndGradients:
-    """The sum of -log p over unmasked targets times `scale`, with its gradients.
+    """The sum of -log p times the mask, which may hold weights, and `scale`, with its gradients.
 
     d loss / d logits = (softmax - onehot(target)) * mask * scale. Masked targets may have any value.
     """
@@ -95,7 +95,7 @@ def _chunked_inputs(
     rows, length, _ = normed_BTD.shape
     chunks = balanced_chunks(rows, length, chunk_tokens)
     # -100 and its like would be looked up outside the vocabulary: NaN, which no mask takes away.
-    targets_BT = jnp.where(mask_BT, targets_BT, 0)
+    targets_BT = jnp.where(mask_BT != 0, targets_BT, 0)
     return chunks, tuple(split_tokens(array, chunks) for array in (normed_BTD, targets_BT, mask_BT))
 
 

@@ -69,8 +69,8 @@ class StepExecutor(Protocol):
         """One step; raises NonFiniteStepsError after three non-finite ones in a row."""
         ...
 
-    def evaluate(self, batch: Batch) -> tuple[float, int]:
-        """Summed loss and number of target tokens."""
+    def evaluate(self, batch: Batch) -> tuple[float, float]:
+        """Summed loss and its denominator."""
         ...
 
     def flush(self) -> None:
@@ -349,17 +349,18 @@ class Trainer:
     def _evaluate(self, step: int, log: MetricsLog) -> None:
         """Evaluates, unless someone waits for the run to stop: a part of the rows means nothing."""
         start = time.perf_counter()
-        loss_sum, target_tokens = 0.0, 0
+        loss_sum, weight, target_tokens = 0.0, 0.0, 0
         for batch in self._evaluation():
             if self._stop:
                 return
-            batch_loss, batch_tokens = self._executor.evaluate(batch)
+            batch_loss, batch_weight = self._executor.evaluate(batch)
             loss_sum += batch_loss
-            target_tokens += batch_tokens
+            weight += batch_weight
+            target_tokens += batch.target_tokens
         if not target_tokens or self._stop:
             return
         seconds = time.perf_counter() - start
-        metrics = EvaluationMetrics(step, loss_sum / target_tokens, target_tokens, seconds)
+        metrics = EvaluationMetrics(step, loss_sum / weight, target_tokens, seconds)
         self._evaluations.append(metrics)
         log.evaluation(metrics)
         self._display.evaluation(metrics)

@@ -196,3 +196,25 @@ def test_a_record_means_the_same_from_everywhere(
     assert [one.weight for one in again.sources] == [1, 2, 1]
     assert again.validation == str(tmp_path / "v.jsonl")
     assert again.chat_template == str(tmp_path / "t.jinja")
+
+
+def test_weights_of_turns_reach_the_loss_mask(tokenizer: Any, tmp_path: pathlib.Path) -> None:
+    turns = [
+        {"role": role, "content": content, "weight": weight} if weight else {"role": role, "content": content}
+        for role, content, weight in (
+            ("user", "1", None),
+            ("assistant", "2", 0.5),
+            ("user", "3", None),
+            ("assistant", "4", 2),
+        )
+    ]
+    plain = [{"role": "user", "content": "5"}, {"role": "assistant", "content": "6"}]
+    path = tmp_path / "talks.jsonl"
+    path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in (turns, plain)))
+    keys = ("--data", str(path), "--data.train-fraction", "1", "--data.cache-folder", str(tmp_path / "cache"))
+    for _ in range(2):  # made, then read from the cache
+        [batch] = list(read_batches(config(*keys), tokenizer, 0).training.epoch_batches())
+        assert batch.loss_mask_BT.dtype == np.float32
+        # Two tokens a response: the digit and the token that ends the turn.
+        assert sorted(batch.loss_mask_BT[batch.loss_mask_BT > 0].tolist()) == [0.5, 0.5, 1, 1, 2, 2]
+        assert (batch.target_tokens, batch.target_weight) == (6, 7.0)

@@ -248,6 +248,23 @@ def test_a_turn_of_weight_0_is_context(reasoning: Any, shipped: Any) -> None:
     assert _learned(reasoning, Row(tuple(talk))) == ["No<|im_end|>", "End<|im_end|>"]
 
 
+def test_a_turn_counts_with_its_weight(reasoning: Any, shipped: Any) -> None:
+    talk = list(_talk("Hi", "No", "Bye", "Yes", "So", "End"))
+    talk[1] = dataclasses.replace(talk[1], weight=0.25)
+    talk[3] = dataclasses.replace(talk[3], weight=2.5)
+    for tokenizer in (reasoning, shipped):
+        plain, weighted = chat.encode(
+            tokenizer, [chat.render(tokenizer, row) for row in (_talk(*"abcdef"), tuple(talk))]
+        )
+        assert plain.response_T.dtype == np.bool_
+        assert weighted.response_T.dtype == np.float32
+        text = [
+            (weight, tokenizer.decode(weighted.tokens_T[weighted.response_T == weight]))
+            for weight in (0.25, 2.5, 1)
+        ]
+        assert text == [(0.25, "No<|im_end|>"), (2.5, "Yes<|im_end|>"), (1, "End<|im_end|>")]
+
+
 def test_reasoning_is_learned_where_the_template_writes_it(reasoning: Any, shipped: Any) -> None:
     question, answer = _talk("Hi", "Hello")
     thought = (question, dataclasses.replace(answer, reasoning="they greet"))

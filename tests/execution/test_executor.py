@@ -19,7 +19,7 @@ from lazyjax.planning.program.schedule import Operation
 from lazyjax.specs import Tier
 from lazyjax.storage.host import HostStore
 from tests import reference, tiny
-from tests.execution.test_oracle import LENGTH, ROWS, executor_for, mixed_plan
+from tests.execution.test_oracle import LENGTH, ROWS, assert_close, executor_for, mixed_plan
 
 MODEL = tiny.template("qwen2", tied=False)
 BATCH = reference.random_batch(0, ROWS, LENGTH, tiny.VOCABULARY)
@@ -235,3 +235,24 @@ def test_ids_outside_the_vocabulary_are_refused_before_anything_runs(tmp_path: p
             with pytest.raises(ValueError, match="target -1 is outside"):
                 call(bad_targets)
         assert executor.applied_steps == 0
+
+
+def test_a_target_counts_with_its_weight(tmp_path: pathlib.Path) -> None:
+    """Loss and gradients of the weighted mean, over microbatches, against the plain step."""
+    random = np.random.default_rng(3)
+    weights_BT = (BATCH.loss_mask_BT * random.uniform(0.1, 3, BATCH.loss_mask_BT.shape)).astype(np.float32)
+    batch = dataclasses.replace(BATCH, loss_mask_BT=weights_BT)
+    parameters = reference.random_parameters(MODEL, seed=1)
+    loss, gradients = reference.loss_and_gradients(MODEL, parameters, batch)
+    with executor_for(MODEL, mixed_plan(MODEL, 3), tmp_path) as (executor, store):
+        total, weight = executor.evaluate(batch)
+        assert weight == pytest.approx(weights_BT.sum(dtype=np.float64))
+        assert total / weight == pytest.approx(float(loss), rel=1e-6)
+        result = executor.train_step(batch, 1e-3)
+        assert result.loss == pytest.approx(float(loss), rel=1e-6)
+        assert result.target_tokens == BATCH.target_tokens
+        for slabs, layer, expected in zip(store.layers, MODEL.spec.layers, gradients, strict=True):
+            for segment, gradient in zip(slabs.layout.segments, expected, strict=True):
+                part = slice(segment.offset, segment.offset + segment.elements)
+                actual = np.array(slabs.gradient[part]).reshape(segment.shape)
+                assert_close(actual, gradient, f"gradient of {layer.name}.{segment.name}")

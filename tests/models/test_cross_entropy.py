@@ -15,7 +15,7 @@ from lazyjax.planning.costs.trace import trace
 HIDDEN, VOCABULARY = 8, 13
 
 
-def _inputs(rows: int, length: int, masked_target: int = -100):
+def _inputs(rows: int, length: int, masked_target: int = -100, *, weighted: bool = False):
     random = np.random.default_rng(rows * 1000 + length)
     mask_BT = random.random((rows, length)) < 0.7
     targets_BT = random.integers(0, VOCABULARY, (rows, length))
@@ -23,7 +23,7 @@ def _inputs(rows: int, length: int, masked_target: int = -100):
         jnp.asarray(random.normal(size=(rows, length, HIDDEN)), jnp.float32),
         jnp.asarray(random.normal(size=(VOCABULARY, HIDDEN)), jnp.float32),
         jnp.asarray(np.where(mask_BT, targets_BT, masked_target), jnp.int32),
-        jnp.asarray(mask_BT),
+        jnp.asarray(mask_BT * random.uniform(0.1, 3, mask_BT.shape) if weighted else mask_BT),
     )
 
 
@@ -35,7 +35,15 @@ def _plain(normed_BTD, table_VD, targets_BT, mask_BT):
 
 @given(rows=st.integers(1, 4), length=st.integers(1, 40), chunk=st.integers(1, 60))
 def test_equals_the_plain_loss(rows: int, length: int, chunk: int) -> None:
-    normed_BTD, table_VD, targets_BT, mask_BT = _inputs(rows, length)
+    _check(_inputs(rows, length), chunk)
+
+
+def test_equals_the_plain_loss_with_weights() -> None:
+    _check(_inputs(3, 29, weighted=True), 20)
+
+
+def _check(inputs: tuple[jax.Array, ...], chunk: int) -> None:
+    normed_BTD, table_VD, targets_BT, mask_BT = inputs
     scale = 0.25
     loss, normed_gradient, table_gradient = cross_entropy_and_gradients(
         normed_BTD, table_VD, targets_BT, mask_BT, jnp.float32(scale), chunk
