@@ -1,6 +1,6 @@
 """Gain of packing: tokens that are not padding per second, packed against padded to 1024.
 
-    python -m experiments.benchmarks.packing
+    python -m experiments.benchmarks.packing [--save]
 
 Rows with lengths like MetaMathQA's (log-normal, median 220 tokens, sigma 0.5: mean about 250, a few over
 800) become batches of 4 sequences of 1024 tokens in each batching. One small model, float32, trains on them
@@ -128,7 +128,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--output", type=pathlib.Path, default=RESULT)
+    parser.add_argument("--save", action="store_true", help=f"write results/{RESULT.name}")
     options = parser.parse_args()
     found = measure(options.rounds)
     padded = next(rate for batching, rate, *_ in found if batching == "padded")
@@ -136,6 +136,7 @@ def main() -> None:
         f"# Packing, {ROWS} sequences of {LENGTH} tokens, lengths like MetaMathQA's",
         "",
         provenance("lazyjax", "experiments/benchmarks/packing.py"),
+        "`python -m experiments.benchmarks.packing --save`",
         f"{options.rounds} steps of each batching in turns; rates count tokens that are not padding.",
         "",
         "| batching | tokens/s | x padded | padding | seconds a step |",
@@ -147,7 +148,8 @@ def main() -> None:
     ]
     text = "\n".join(lines) + "\n"
     print(text)
-    options.output.write_text(text)
+    if options.save:
+        RESULT.write_text(text)
 
 
 if __name__ == "__main__":
