@@ -408,11 +408,13 @@ class RunConfig(_Group):
         name: the run's own folder; by default the date and the model's name. A folder that
             already holds a run is never written to.
         save_model: whether the trained model is written there too, as a Hugging Face folder.
+        wandb: project at Weights & Biases that gets the records too; needs the extra `wandb`.
     """
 
     folder: PathKey = pathlib.Path("runs")
     name: Annotated[str, pydantic.BeforeValidator(_run_name)] | None = None
     save_model: bool = True
+    wandb: Annotated[str, pydantic.Field(min_length=1)] | None = None
 
 
 class Config(_Group):

@@ -34,6 +34,7 @@ from lazyjax.training.records import write_somewhere
 from lazyjax.training.replanning import Replan
 from lazyjax.training.run_folder import RunFolder
 from lazyjax.training.saving import Saver
+from lazyjax.training.wandb_log import Mirror, no_mirror
 
 #: The first two of a run that goes on; `process` in the summary then says which one it is.
 Status = Literal["running", "saving", "finished", "interrupted", "failed"]
@@ -141,6 +142,7 @@ class Trainer:
         start: where a resumed run goes on; None: at the beginning.
         max_seconds: of this process, after which the run is stopped as by a signal.
         find_nonfinite: names the parameters that hold values that are not finite.
+        mirror: gets every record besides the files.
     """
 
     def __init__(
@@ -161,13 +163,14 @@ class Trainer:
         start: Start | None = None,
         max_seconds: float = math.inf,
         find_nonfinite: Callable[[], Sequence[object]] = tuple,
+        mirror: Mirror = no_mirror,
     ) -> None:
         self._executor, self._batches, self._evaluation = executor, batches, evaluation
         self._schedule, self._parameter_count = schedule, parameter_count
         self._folder, self._display, self._facts = folder, display, dict(facts)
         self._after_step, self._save_model, self._answers = after_step, save_model, answers
         self._saver, self._begin, self._max_seconds = saver, start, max_seconds
-        self._find_nonfinite = find_nonfinite
+        self._find_nonfinite, self._mirror = find_nonfinite, mirror
         self._stop = StopRequest()
         self._steps: list[StepMetrics] = [] if start is None else list(start.steps)
         self._evaluations: list[EvaluationMetrics] = [] if start is None else list(start.evaluations)
@@ -201,6 +204,7 @@ class Trainer:
             self._display.say,
             position=None if self._begin is None else self._begin.metrics,
             first_step=0 if self._begin is None else self._last_step + 1,
+            mirror=self._mirror,
         )
         self._display.start()
         failure: BaseException | None = None

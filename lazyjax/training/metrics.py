@@ -27,6 +27,7 @@ from lazyjax.execution.executor import StepResult
 from lazyjax.training.answering import ExactMatchMetrics
 from lazyjax.training.records import AppendedFile, Say
 from lazyjax.training.replanning import Replan
+from lazyjax.training.wandb_log import Mirror, no_mirror
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,6 +139,7 @@ class MetricsLog:
     Args:
         position: of a run that is resumed, what `position()` gave.
         first_step: TensorBoard hides what an earlier process recorded from this step on.
+        mirror: gets every record besides.
     """
 
     def __init__(
@@ -148,7 +150,9 @@ class MetricsLog:
         *,
         position: Mapping[str, Any] | None = None,
         first_step: int = 0,
+        mirror: Mirror = no_mirror,
     ) -> None:
+        self._mirror = mirror
         self._file = AppendedFile(path, say, position=0 if position is None else position["bytes"])
         for line in () if position is None else position["waiting"]:
             self._file.add(line.encode())
@@ -205,6 +209,7 @@ class MetricsLog:
     def _metrics(self, kind: str, metrics: StepMetrics | EvaluationMetrics | ExactMatchMetrics) -> None:
         values = dataclasses.asdict(metrics)
         self._line({"kind": kind} | {key: _json(value) for key, value in values.items()})
+        self._mirror(kind, metrics.step, values)
         entries = [
             Summary.Value(tag=f"{kind}/{key}", simple_value=float(value))
             for key, value in values.items()

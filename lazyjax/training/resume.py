@@ -38,7 +38,7 @@ CHANGEABLE_KEYS: Mapping[str, frozenset[str]] = {
     "training": frozenset({"steps", "epochs", "evaluate_every", "log_every", "max_hours"}),
     "optimizer": frozenset({"threads"}),
     "data": frozenset({"cache_folder"}),
-    "run": frozenset({"save_model", "name", "folder"}),
+    "run": frozenset({"save_model", "name", "folder", "wandb"}),
 }
 #: Either length replaces the other.
 _LENGTHS = {"--training.steps": "--training.epochs", "--training.epochs": "--training.steps"}

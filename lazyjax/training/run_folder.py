@@ -24,6 +24,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -106,9 +107,10 @@ class RunFolder:
             os.close(descriptor)
 
     def discard(self) -> None:
-        """Takes back a folder of a run that has not begun: its configuration and plan, and nothing else."""
+        """Takes back a folder of a run that has not begun: what was written before it, and nothing else."""
         for name in ("config.yaml", "plan.json"):
             (self.path / name).unlink(missing_ok=True)
+        shutil.rmtree(self.path / "wandb", ignore_errors=True)
         with contextlib.suppress(OSError):  # something else is in it
             self.path.rmdir()
 

@@ -62,6 +62,7 @@ from lazyjax.training.saving import Saver
 from lazyjax.training.screens import plan_sentences, same_device, show_closing, show_facts
 from lazyjax.training.start_plan import Choice, choose
 from lazyjax.training.status import say
+from lazyjax.training.wandb_log import Mirror, WandbError, WandbLog, check_installed, no_mirror
 
 
 class SetupError(ValueError):
@@ -251,6 +252,7 @@ def _read_inputs(config: Config, resume: Resume | None) -> _Inputs:
     Raises:
         ValueError: (SetupError, DataError, CheckpointError, ResumeError, ...)
     """
+    check_installed(config)
     model, checkpoint = read_architecture(config)
     devices = visible_devices()
     attention = choose_attention(
@@ -337,7 +339,8 @@ def prepare(config: Config, console: Console, resume: Resume | None = None) -> I
         inputs.show(console, choice.plan, folder)
         try:
             store = inputs.allocate(fill=resume is None)
-        except CheckpointError:
+            mirror = _open_mirror(config, folder, stack, console)
+        except (CheckpointError, WandbError):
             # Weights are looked at while they are read; what cannot be trained leaves no run behind.
             if resume is None:
                 folder.discard()
@@ -353,7 +356,7 @@ def prepare(config: Config, console: Console, resume: Resume | None = None) -> I
             schedules=schedules,
         )
         stack.callback(executor.close)
-        trainer = _make_trainer(inputs, choice, kernels, executor, folder, console, resume)
+        trainer = _make_trainer(inputs, choice, kernels, executor, folder, console, resume, mirror)
         stack.callback(trainer.close)
         yield Prepared(trainer, inputs.template, store, folder, executor)
 
@@ -366,6 +369,7 @@ def _make_trainer(
     folder: RunFolder,
     console: Console,
     resume: Resume | None,
+    mirror: Mirror,
 ) -> Trainer:
     config, spec, store = inputs.config, inputs.template.spec, executor.store
     display = Display(console, steps=inputs.schedule.steps, log_every=config.training.log_every)
@@ -416,7 +420,17 @@ def _make_trainer(
         max_seconds=math.inf if hours is None else 3600 * hours,
         answers=answers,
         find_nonfinite=lambda: nonfinite_tensors(inputs.template, store),
+        mirror=mirror,
     )
+
+
+def _open_mirror(config: Config, folder: RunFolder, stack: contextlib.ExitStack, console: Console) -> Mirror:
+    """Where records go besides the run folder; closed with `stack`."""
+    if config.run.wandb is None:
+        return no_mirror
+    log = WandbLog(config, folder.path, lambda text: say(console, text))
+    stack.callback(log.close)
+    return log.record
 
 
 def _open_folder(config: Config, inputs: _Inputs, resume: Resume | None) -> RunFolder:
@@ -451,9 +465,7 @@ def train(config: Config, console: Console, resume: Resume | None = None) -> dic
         here = device_label(jax.devices()[0])
         # Records that a full disk has kept from being written end no run.
         with contextlib.suppress(OSError, RunError):
-            show_closing(
-                console, executor.plan, read_run(prepared.folder.path), buffer_bytes=peak, here=here
-            )
+            show_closing(console, executor.plan, read_run(prepared.folder.path), buffer_bytes=peak, here=here)
         return summary
 
 
