@@ -20,8 +20,13 @@ Command = Callable[[Sequence[str]], int | None]
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Fine-tune: lazyjax train [CONFIG.yaml] [--resume RUN] [--model DIR] [--data FILE] [--GROUP.KEY ...]."""
-    run, rest = _split_resume(arguments)
+    """Fine-tune: lazyjax train [CONFIG.yaml] [--resume RUN] [--reproduce RUN] [--model DIR] [...]."""
+    repeated, rest = _split_folder(arguments, "--reproduce")
+    if repeated is not None:
+        from lazyjax.training.reproducing import reproduce
+
+        return reproduce(repeated, rest, Console())
+    run, rest = _split_folder(arguments, "--resume")
     if run is None:
         from lazyjax.config import load_command_line
 
@@ -36,14 +41,14 @@ def train(arguments: Sequence[str]) -> int:
     return exit_status(setup.train(config, Console(), resume)["reason"])
 
 
-def _split_resume(arguments: Sequence[str]) -> tuple[pathlib.Path | None, list[str]]:
-    """The run that is to go on, and the other arguments."""
+def _split_folder(arguments: Sequence[str], option: str) -> tuple[pathlib.Path | None, list[str]]:
+    """The run that an option names, and the other arguments."""
     rest, run = list(arguments), None
     for index, word in enumerate(rest):
         name, equals, value = word.partition("=")
-        if name == "--resume":
+        if name == option:
             if not equals and index + 1 == len(rest):
-                raise ValueError("--resume: name the folder of a run")
+                raise ValueError(f"{option}: name the folder of a run")
             run = pathlib.Path(value if equals else rest.pop(index + 1))
             del rest[index]
             break

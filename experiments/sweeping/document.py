@@ -30,7 +30,7 @@ from typing import Annotated, Any
 import pydantic
 import yaml
 
-from lazyjax.config import Config, ConfigError, UniqueKeyLoader
+from lazyjax.config import Config, ConfigError, UniqueKeyLoader, digest
 
 #: Keys that a seed sets.
 SEED_KEYS = ("training.seed", "data.seed")
@@ -182,8 +182,10 @@ def _trial(
             f"{'.'.join(str(part) for part in details['loc'])}: {details['msg']}"
             for details in (error.errors() if isinstance(error, pydantic.ValidationError) else ())
         )
-        return Trial(name, seed, overrides, None, _digest(values), words or str(error))
-    return Trial(name, seed, overrides, config, _digest(config.model_dump(mode="json")))
+        # It never runs; its identity only has to be its own.
+        refused = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        return Trial(name, seed, overrides, None, refused, words or str(error))
+    return Trial(name, seed, overrides, config, digest(config))
 
 
 def _set_key(path: pathlib.Path, values: dict[str, Any], key: str, value: Any) -> None:
@@ -195,12 +197,6 @@ def _set_key(path: pathlib.Path, values: dict[str, Any], key: str, value: Any) -
     if not isinstance(values.setdefault(group, {}), dict):
         raise SweepError(f"{path}: {key!r}: {group} is not a group of keys in the base")
     values[group][name] = value
-
-
-def _digest(values: Mapping[str, Any]) -> str:
-    """Of a configuration without the place of its records."""
-    kept = {key: value for key, value in values.items() if key != "run"}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _check_distinct(path: pathlib.Path, trials: list[Trial]) -> None:

@@ -12,6 +12,7 @@ from lazyjax.config.keys import (
     PlanConfig,
     RunConfig,
     TrainingConfig,
+    digest,
     with_absolute_paths,
 )
 from lazyjax.config.reading import UniqueKeyLoader, dump_config, load_command_line, load_config
@@ -29,6 +30,7 @@ __all__ = [
     "RunConfig",
     "TrainingConfig",
     "UniqueKeyLoader",
+    "digest",
     "dump_config",
     "load_command_line",
     "load_config",

@@ -13,6 +13,8 @@ Paths are relative to the working directory; `~` and `$VARIABLE` expand. Byte co
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import pathlib
 import re
@@ -441,6 +443,12 @@ class Config(_Group):
         if steps is not None and warmup >= steps:
             raise ValueError(f"optimizer.warmup_steps ({warmup}) leaves nothing of training.steps ({steps})")
         return self
+
+
+def digest(config: Config) -> str:
+    """SHA-256 in hexadecimal of a configuration without the place of its records."""
+    values = config.model_dump(mode="json", exclude={"run"})
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 #: Keys whose value is a name, or a path where such a file exists.

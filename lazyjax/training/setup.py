@@ -12,15 +12,17 @@ import datetime
 import importlib.metadata
 import math
 import pathlib
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 from rich.console import Console
 
-from lazyjax.config import Config, ConfigError
+from lazyjax.config import Config, ConfigError, digest
 from lazyjax.data import chat
 from lazyjax.data.batches import Batches, load_data_tokenizer, read_batches
 from lazyjax.data.chat import Tokenizer
@@ -489,6 +491,8 @@ def _facts(
         "lazyjax": importlib.metadata.version("lazyjax"),
         "commit": source_commit(),
         "date": datetime.date.today().isoformat(),
+        "command": shlex.join(sys.argv),
+        "config": digest(config)[:12],
     }
 
 
