@@ -171,13 +171,20 @@ def test_what_is_shared_between_layers_of_one_kind_is_right_for_each():
 def test_command_writes_a_plan_a_picture_and_a_trace(tmp_path, capsys):
     question = "--model SmolLM2-135M --hardware rtx3090 --batch 2 --seq 64 --microbatches 2"
     arguments = [*question.split(), "--no-cache", "--time-limit", "4"]
-    files = [tmp_path / name for name in ("plan.json", "step.png", "step.trace.json")]
+    files = [tmp_path / name for name in ("plan.json", "step.png", "step.trace.json", "page.html")]
     outputs = ["--out", str(files[0]), "--png", str(files[1]), "--trace", str(files[2])]
+    outputs += ["--plot", str(files[3])]
     command.plan_command([*arguments, *outputs])
     plan = load_plan(files[0])
     assert (plan.rows, plan.sequence_length, plan.prediction is not None) == (2, 64, True)
     assert files[1].read_bytes()[:4] == b"\x89PNG"
     assert files[2].stat().st_size > 1000
+    page = files[3].read_text()
+    # A map of the blocks, and a step of the plan and of each baseline.
+    assert page.count('src="data:image/png;base64,') == 1 + 1 + len(BASELINES)
+    assert all(f"<h2>{name}: " in page for name in ("LazyJAX", *BASELINES))
+    assert f"{plan.prediction.period_seconds:.4g} s a step" in page
+    assert "<script" not in page
     printed_lines = capsys.readouterr().out
     assert "executed" in printed_lines
     assert "critical" in printed_lines
@@ -283,6 +290,9 @@ def test_command_refuses_before_it_solves(tmp_path, monkeypatch):
     for picture in ("absent/step.png", "step.xyz"):
         with pytest.raises(RunError, match=r"no folder|one of \.png"):
             command.plan_command([*question, "--batch", "2", "--png", str(tmp_path / picture)])
+    for picture in ("absent/step.html", "step.xyz"):
+        with pytest.raises(RunError, match=r"no folder|one of \.png"):
+            command.plan_command([*question, "--batch", "2", "--plot", str(tmp_path / picture)])
     with pytest.raises(PlanError, match="microbatches: 3"):
         command.plan_command([*question, "--batch", "2", "--microbatches", "3"])
 

@@ -17,8 +17,9 @@ from lazyjax.hardware.profile import load_profile
 from lazyjax.huggingface.find import read_architecture
 from lazyjax.models.registry import build_template
 from lazyjax.optim.make import OPTIMIZERS
+from lazyjax.planning.commands.picture import check_path, write_picture
 from lazyjax.planning.commands.plot import plot_timeline
-from lazyjax.planning.commands.report import baseline_rows, explain, plan_report
+from lazyjax.planning.commands.report import baseline_rows, comparison_row, explain, plan_report
 from lazyjax.planning.plan import cache
 from lazyjax.planning.plan.document import Plan, PlanError, check_made_for, load_plan, validate_plan
 from lazyjax.planning.planner.batches import (
@@ -112,13 +113,17 @@ def plan_command(arguments: Sequence[str]) -> None:
         static = {tier: verification.peak_bytes[tier] - verification.live_bytes[tier] for tier in Tier}
         timeline = verification.simulation.timeline
         plot_timeline(timeline, options.png, title=title, capacity=request.capacity, fixed=static)
+    baselines = baseline_rows(request)
+    if options.plot is not None:
+        title = f"{plan.model}, {options.hardware}, {plan.rows} x {plan.sequence_length} tokens"
+        peaks = {tier.value: size for tier, size in verification.peak_bytes.items()}
+        own = comparison_row(request, "LazyJAX", plan, verification.period_seconds, peaks)
+        write_picture(request, [own, *baselines], options.plot, title=title)
     if options.trace is not None:
         write_perfetto([verification.simulation.timeline], options.trace)
     hardware = f"{options.hardware} ({profile.device})"
     rows_seen = options.epoch_rows
-    report = plan_report(
-        request, plan, verification, baseline_rows(request), hardware=hardware, epoch_rows=rows_seen
-    )
+    report = plan_report(request, plan, verification, baselines, hardware=hardware, epoch_rows=rows_seen)
     console.print(report, highlight=False)
     if options.explain is not None:
         console.print(explain(request, plan, options.explain))
@@ -133,6 +138,8 @@ def _check_outputs(options: argparse.Namespace) -> None:
     """Whether everything can be written that is to be written, before minutes go into solving."""
     if options.png is not None:
         check_picture(options.png)
+    if options.plot is not None:
+        check_path(options.plot, check_picture)
     for path in (options.out, options.trace):
         if path is None:
             continue
@@ -238,5 +245,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-cache", action="store_true", help="solve even if the plan is known")
     parser.add_argument("--out", type=pathlib.Path, help="write the plan as JSON here")
     parser.add_argument("--png", type=pathlib.Path, help="write the simulated step as a picture")
+    parser.add_argument(
+        "--plot", type=pathlib.Path, metavar="FILE.png|.html", help="draw the step beside the baselines'"
+    )
     parser.add_argument("--trace", type=pathlib.Path, help="write the simulated step for Perfetto")
     return parser

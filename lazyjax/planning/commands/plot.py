@@ -9,7 +9,8 @@ from typing import Any
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource, Timeline
 
-_COLOURS = {
+#: Of an operation, by its action.
+COLOURS = {
     "forward": "#4c78a8",
     "loss": "#1f3b5c",
     "recompute": "#e45756",
@@ -78,6 +79,16 @@ def memory_steps(
 
 
 def _draw_lanes(axis: Any, timeline: Timeline, lanes: Sequence[Resource]) -> None:
+    actions = draw_lanes(axis, timeline, lanes)
+    axis.set_yticks(range(len(lanes)), [lane.value for lane in lanes])
+    axis.set_ylim(len(lanes) - 0.4, -1.3)
+    axis.legend(
+        actions.values(), actions.keys(), ncols=len(actions), fontsize=7, loc="upper left", frameon=False
+    )
+
+
+def draw_lanes(axis: Any, timeline: Timeline, lanes: Sequence[Resource]) -> dict[str, Any]:
+    """Bars of every operation, a lane below the other; what was drawn for each action."""
     actions: dict[str, Any] = {}
     for row, lane in enumerate(lanes):
         for action in dict.fromkeys(event.action for event in timeline.events if event.resource is lane):
@@ -87,13 +98,9 @@ def _draw_lanes(axis: Any, timeline: Timeline, lanes: Sequence[Resource]) -> Non
                 if event.resource is lane and event.action == action
             ]
             actions[action] = axis.broken_barh(
-                spans, (row - 0.4, 0.8), facecolors=_COLOURS[action], edgecolor="white", linewidth=0.15
+                spans, (row - 0.4, 0.8), facecolors=COLOURS[action], edgecolor="white", linewidth=0.15
             )
-    axis.set_yticks(range(len(lanes)), [lane.value for lane in lanes])
-    axis.set_ylim(len(lanes) - 0.4, -1.3)
-    axis.legend(
-        actions.values(), actions.keys(), ncols=len(actions), fontsize=7, loc="upper left", frameon=False
-    )
+    return actions
 
 
 def _draw_memory(
