@@ -1,10 +1,11 @@
 """The paper's tables beside simulations on the same machine.
 
-Commands:  python -m experiments.reproduce NAME [--out FOLDER], where NAME is fit, table1, table3, table5,
-table6, figure4, sensitivity or peers.
-Every cell says whether it is `paper` or `simulated`. A machine has one set of constants, that of its
-profile (`fit` says where they come from); `lazyjax plan` gives the same figures for the same machine,
-model and batch.
+Commands:  python -m experiments.reproduce NAME [--measure] [--out FOLDER], where NAME is fit, table1,
+table3, table4, table5, table6, figure4, timeline, sensitivity or peers.
+Every cell says whether it is `paper`, `simulated` or `measured`. Measured ones come from sweeps of this
+machine (`experiments.measured`): those in --sweeps, which --measure runs first. A machine has one set of
+constants, that of its profile (`fit` says where they come from); `lazyjax plan` gives the same figures for
+the same machine, model and batch.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments import published
+from rich.console import Console
+
+from analysis.sweeps import SweepError
+from experiments import published, sweep
 from experiments.fit import fit_table
+from experiments.measured import add_measured, records_of, sweep_name
 from experiments.ours import planned, replayed, request_for
 from experiments.peers import peers
 from experiments.sensitivity import sensitivity
@@ -25,7 +30,8 @@ from experiments.sheet import Sheet, paper, simulated_cell
 from experiments.systems import LAZYTRAIN, MEGATRAIN, Outcome, simulated, template_of
 from lazyjax.hardware.profile import HardwareProfile, load_profile
 from lazyjax.optim.make import make_host_optimizer
-from lazyjax.planning.commands.report import model_tflops
+from lazyjax.planning.commands.picture import write_picture
+from lazyjax.planning.commands.report import baseline_rows, comparison_row, model_tflops
 from lazyjax.planning.costs.described import MixtureOfExperts, described_costs, lazytrain_host_bytes
 from lazyjax.planning.costs.seconds import Costs, static_host_bytes
 from lazyjax.planning.plan.baselines import megatrain
@@ -310,6 +316,42 @@ def table6(folder: pathlib.Path) -> Sheet:
     return sheet
 
 
+def timeline(folder: pathlib.Path) -> Sheet:
+    """One step of 27B on the H800 under LazyJAX's plan and each baseline, drawn on one axis (simulated)."""
+    model, profile, rows = "Qwen3.6-27B", load_profile("h800-paper"), 72
+    request = request_for(model, profile, rows)
+    ours = planned(model, profile, rows)
+    assert ours is not None
+    own = comparison_row(
+        request, "LazyJAX", ours.plan, ours.prediction.period_seconds, ours.prediction.peak_bytes
+    )
+    lines = [own, *baseline_rows(request)]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_picture(
+        request, lines, folder / "timeline.png", title=f"{model}, {profile.name}, {rows} x 1024 tokens"
+    )
+    sheet = Sheet("One step of 27B on the H800 (timeline.png)", ("plan", "step s", "device GB"))
+    for line in lines:
+        sheet.add(
+            line.name, simulated_cell(line.period_seconds), simulated_cell(line.peak_bytes["device"] / 1e9, 1)
+        )
+    sheet.write(folder, "timeline")
+    return sheet
+
+
+def _table4(options: argparse.Namespace) -> Sheet:
+    """Table 4 has no simulated cells: a plan changes the time of a step, not what is learned."""
+    from experiments import table4
+
+    if options.measure:
+        from experiments.convert_smollm2 import convert
+
+        convert(pathlib.Path("runs/models/smollm2-135m-instruct"))
+        table4.measure_in_memory(options.sweeps / "table4", Console())
+    records = records_of("table4", options.sweeps, measure=options.measure, mixed=options.mixed)
+    return table4.table4(options.out, records, options.sweeps / "table4")
+
+
 TABLES: Mapping[str, Callable[[pathlib.Path], Sheet]] = {
     "fit": fit_table,
     "sensitivity": sensitivity,
@@ -319,18 +361,42 @@ TABLES: Mapping[str, Callable[[pathlib.Path], Sheet]] = {
     "table5": table5,
     "table6": table6,
     "figure4": figure4,
+    "timeline": timeline,
 }
+#: Those with measured cells beside the others.
+_WITH_MEASURED = ("table1", "table3", "table5", "table6")
+
+
+def make(arguments: Sequence[str] | None = None) -> Sheet:
+    """Makes one table, as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("table", choices=sorted([*TABLES, "table4"]))
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
+    parser.add_argument("--measure", action="store_true", help="run the table's sweep on this machine first")
+    parser.add_argument(
+        "--sweeps", type=pathlib.Path, default=sweep.DEFAULT_PARENT, help="the sweeps' folder"
+    )
+    parser.add_argument("--mixed", action="store_true", help="allow measured cells of different commits")
+    options = parser.parse_args(arguments)
+    if options.table == "table4":
+        return _table4(options)
+    sheet = TABLES[options.table](options.out)
+    if options.table in _WITH_MEASURED:
+        measure = options.measure and options.table != "table6"
+        try:
+            records = records_of(sweep_name(), options.sweeps, measure=measure, mixed=options.mixed)
+        except SweepError as error:
+            parser.error(str(error))
+        add_measured(sheet, options.table, records)
+        sheet.write(options.out, options.table)
+    return sheet
 
 
 def main() -> None:
-    """Makes one table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("table", choices=sorted(TABLES))
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
-    arguments = parser.parse_args()
+    """Command line."""
     begun = time.monotonic()
-    print(TABLES[arguments.table](arguments.out).markdown())
-    print(f"{time.monotonic() - begun:.0f} s; written to {arguments.out}")
+    print(make().markdown())
+    print(f"{time.monotonic() - begun:.0f} s")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
+from experiments.benchmarks.provenance import command_line, provenance
+
 
 class Sheet:
     """Rows of labelled cells, printed and written as Markdown and CSV."""
@@ -32,9 +34,10 @@ class Sheet:
         return "\n".join([*lines, "", *(f"{note}\n" for note in self.notes)])
 
     def write(self, folder: pathlib.Path, name: str) -> None:
-        """NAME.md and NAME.csv in `folder`."""
+        """NAME.md, which says how it was made, and NAME.csv in `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.md").write_text(self.markdown())
+        made = f"`{command_line()}`. {provenance('lazyjax', 'experiments').replace('Measured', 'Made')}"
+        (folder / f"{name}.md").write_text(f"{self.markdown()}\n{made}\n")
         quoted = [",".join(f'"{cell}"' for cell in row) for row in (self.columns, *self.rows)]
         (folder / f"{name}.csv").write_text("\n".join(quoted) + "\n")
 
@@ -47,3 +50,8 @@ def paper(value: float | None, digits: int = 2) -> str:
 def simulated_cell(value: float, digits: int = 2) -> str:
     """A cell with a simulated figure."""
     return f"{value:.{digits}f} (simulated)"
+
+
+def measured_cell(value: float, digits: int = 2) -> str:
+    """A cell with a measured figure."""
+    return f"{value:.{digits}f} (measured)"

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
-from experiments.benchmarks.provenance import provenance
+from experiments.benchmarks.provenance import command_line, provenance
 from lazyjax.cli import guarded, quiet_libraries
 from lazyjax.config import Config
 from lazyjax.data.split import sample_rows
@@ -86,21 +86,18 @@ def run(arguments: Sequence[str]) -> int:
     for what, result in scores.items():
         _say(console, f"exact match {what}: {describe(result)} of {rows} held-out rows, 95 % interval")
     if options.save:
-        save_result(folder, scores, rows, arguments)
+        save_result(folder, scores, rows)
     return 0
 
 
-def save_result(
-    folder: pathlib.Path, scores: Mapping[str, ExactMatch], rows: int, arguments: Sequence[str]
-) -> None:
+def save_result(folder: pathlib.Path, scores: Mapping[str, ExactMatch], rows: int) -> None:
     """The scores and losses of a run as a labelled result file, with the picture."""
     summary = json.loads((folder / "summary.json").read_text())
     lines = [
         "# SmolLM2-135M-Instruct on the shipped problems (measured)",
         "",
         provenance("lazyjax", "experiments"),
-        f"`python -m experiments.smollm2 {' '.join(arguments)}`; plan {summary['plan']}, configuration "
-        f"{summary['config']}.",
+        f"`{command_line()}`; plan {summary['plan']}, configuration {summary['config']}.",
         "",
         f"| model | exact match of {rows} held-out rows | 95 % interval |",
         "|---|---|---|",
@@ -161,18 +158,10 @@ def compare_in_memory(
     config: Config, run_folder: pathlib.Path, rows: int, console: Console
 ) -> ExactMatch | None:
     """The run's steps again, without streaming; draws and prints both losses, and scores `rows` rows."""
-    from experiments.in_memory import masters, train_in_memory
-    from lazyjax.data.batches import load_data_tokenizer, read_batches
-    from lazyjax.evaluation.model import open_folder
-    from lazyjax.training.setup import make_training_schedule
-
-    assert config.model.folder is not None
     _say(console, "the same batches again: float32 AdamW in memory, one jit")
-    loader = read_batches(config.data, load_data_tokenizer(config.data, config.model.folder), 0).training
-    rates = make_training_schedule(config, loader).learning_rates
-    model = open_folder(config.model.folder, compute_dtype="float32").load()
-    parameters = masters(model.template, model.store)
-    in_memory, trained = train_in_memory(model.template, parameters, loader, rates, config.optimizer)
+    in_memory, result = in_memory_run(
+        config, rows, run_folder / "answers-in-memory.jsonl", f"in memory, {run_folder.name}", console
+    )
     records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     streamed = [record["loss"] for record in records if record["kind"] == "train"]
     difference = max(abs(a - b) for a, b in zip(streamed, in_memory, strict=True))
@@ -187,13 +176,34 @@ def compare_in_memory(
         run_folder / "losses.png",
     )
     _say(console, f"both curves: {run_folder / 'losses.png'}")
+    return result
+
+
+def in_memory_run(
+    config: Config, rows: int, answers_path: pathlib.Path, name: str, console: Console
+) -> tuple[list[float], ExactMatch | None]:
+    """Trains a configuration in memory: the losses, and the score of `rows` held-out rows (None for 0).
+
+    Args:
+        name: of the trained model, in the file of its answers.
+    """
+    from experiments.in_memory import masters, train_in_memory
+    from lazyjax.data.batches import load_data_tokenizer, read_batches
+    from lazyjax.evaluation.model import open_folder
+    from lazyjax.training.setup import make_training_schedule
+
+    assert config.model.folder is not None
+    loader = read_batches(config.data, load_data_tokenizer(config.data, config.model.folder), 0).training
+    rates = make_training_schedule(config, loader).learning_rates
+    model = open_folder(config.model.folder, compute_dtype="float32").load()
+    parameters = masters(model.template, model.store)
+    losses, trained = train_in_memory(model.template, parameters, loader, rates, config.optimizer)
     if not rows:
-        return None
+        return losses, None
     for layer, slabs, values in zip(model.template.spec.layers, model.store.layers, trained, strict=True):
         for tensor, value in zip(layer.parameters, values, strict=True):
             slabs.set_master(tensor.name, np.asarray(value))
-    name = f"in memory, {run_folder.name}"
-    return _score(config, model, name, rows, run_folder / "answers-in-memory.jsonl", console)
+    return losses, _score(config, model, name, rows, answers_path, console)
 
 
 def draw_losses(curves: dict[str, list[float]], path: pathlib.Path) -> None:

@@ -6,7 +6,9 @@ import datetime
 import os
 import pathlib
 import platform
+import shlex
 import subprocess
+import sys
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -20,6 +22,13 @@ def provenance(*sources: str) -> str:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     return f"Measured on {cpus} CPUs of {_processor()}, {date}, commit {_commit(sources)}."
+
+
+def command_line() -> str:
+    """How this process was started, as a person would type it."""
+    spec = sys.modules["__main__"].__spec__
+    start = ["python", sys.argv[0]] if spec is None else ["python", "-m", spec.name]
+    return shlex.join([*start, *sys.argv[1:]])
 
 
 def _processor() -> str:

@@ -481,7 +481,7 @@ def _facts(
         "optimizer": config.optimizer.name,
         "rows": plan.rows,
         "sequence_length": plan.sequence_length,
-        "device": device.device_kind,
+        "device": device_label(device),
         "platform": device.platform,
         "devices": config.plan.devices,
         "attention": attention.name,
