@@ -9,7 +9,7 @@ from typing import Any, Literal
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from analysis.sweeps import SweepRecords, curves
+from analysis.sweeps import MEASURED_SECONDS, SIMULATED_SECONDS, SweepRecords, curves
 from lazyjax.runs import Run, smoothed
 
 Axis = Literal["step", "tokens", "seconds"]
@@ -47,18 +47,38 @@ def metric_figure(records: SweepRecords, metric: str, file: io.BytesIO) -> bool:
     return _save(figure, file)
 
 
+def evaluation_figure(records: SweepRecords, file: io.BytesIO) -> bool:
+    """Loss of held-out rows of every trial, one colour a variant; nothing where each looked twice at most."""
+    figure, axes = _axes()
+    drawn = False
+    for number, variant in enumerate(records.variants):
+        for seed_number, (x, y) in enumerate(curves(variant, _evaluations)):
+            if len(x) > 2:
+                label = variant.name if seed_number == 0 else None
+                axes.plot(x, y, "o-", color=f"C{number % 10}", linewidth=1.2, markersize=3, label=label)
+                drawn = True
+    axes.set_xlabel(_LABELS["step"])
+    axes.set_ylabel("loss of held-out rows (measured)")
+    return drawn and _save(figure, file, axes)
+
+
 def memory_figure(records: SweepRecords, file: io.BytesIO) -> bool:
-    """Tokens per second against peak device memory."""
+    """Tokens per second against peak device memory: measured as dots, simulated as crosses."""
     figure, axes = _axes()
     drawn = False
     for number, variant in enumerate(records.variants):
         speed, memory = variant.mean("tokens_per_second"), variant.mean("peak_device_bytes")
         if speed is None or memory is None:
             continue
-        axes.plot([memory.mean / 2**20], [speed.mean], "o", color=f"C{number % 10}", label=variant.name)
+        mib, color = memory.mean / 2**20, f"C{number % 10}"
+        axes.plot([mib], [speed.mean], "o", color=color, label=variant.name)
+        simulated, measured = variant.mean(SIMULATED_SECONDS), variant.mean(MEASURED_SECONDS)
+        if simulated is not None and measured is not None:
+            axes.plot([mib], [speed.mean * measured.mean / simulated.mean], "x", color=color)
         drawn = True
     axes.set_xlabel("peak device memory, MiB (measured)")
-    axes.set_ylabel("tokens/s (measured)")
+    axes.set_ylabel("tokens/s (dots measured, crosses simulated)")
+    axes.set_ylim(bottom=0)
     return drawn and _save(figure, file, axes)
 
 
@@ -86,6 +106,11 @@ def _losses(run: Run, axis: Axis) -> tuple[Sequence[float], Sequence[float]]:
             x.append({"step": step["step"], "tokens": tokens, "seconds": seconds}[axis])
             y.append(step["loss"])
     return x, smoothed(y)
+
+
+def _evaluations(run: Run) -> tuple[Sequence[float], Sequence[float]]:
+    known = [one for one in run.evaluations if one["loss"] is not None]
+    return [one["step"] for one in known], [one["loss"] for one in known]
 
 
 def _axes(height: float = 4.2) -> tuple[Figure, Any]:

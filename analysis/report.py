@@ -16,7 +16,13 @@ import pathlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from analysis.pictures import loss_figure, memory_figure, metric_figure, prediction_figure
+from analysis.pictures import (
+    evaluation_figure,
+    loss_figure,
+    memory_figure,
+    metric_figure,
+    prediction_figure,
+)
 from analysis.sweeps import SweepError, SweepRecords, csv_lines, markdown_table, read_sweep
 
 _STYLE = """
@@ -100,6 +106,7 @@ def _html_table(markdown: str) -> str:
 def _figures(records: SweepRecords) -> Iterator[tuple[str, str]]:
     makers: list[tuple[str, Callable[[io.BytesIO], bool]]] = [
         ("Training loss over steps", lambda file: loss_figure(records, "step", file)),
+        ("Loss of held-out rows over steps", lambda file: evaluation_figure(records, file)),
         ("Training loss over tokens", lambda file: loss_figure(records, "tokens", file)),
         ("Training loss over time", lambda file: loss_figure(records, "seconds", file)),
         ("Throughput against device memory", lambda file: memory_figure(records, file)),
