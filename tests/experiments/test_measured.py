@@ -26,7 +26,8 @@ def write(folder, *, scores=None):
         summary = {
             "status": "finished", "device": "this one", "commit": "abc", "date": "2026-11-30",
             "model": "small", "rows": 2, "sequence_length": 10, "tokens_per_second": rate,
-            "median_step_seconds": seconds, "model_tflops": 0.5, "peak_device_bytes": 10**9, "peak_host_bytes": 2 * 10**9,
+            "median_step_seconds": seconds, "model_tflops": 0.5, "peak_device_bytes": 10**9,
+            "peak_host_bytes": 2 * 10**9,
         }  # fmt: skip
         if scores is not None:
             summary |= {"last_exact_match": scores[name] / 500, "last_exact_match_rows": 500}
