@@ -72,6 +72,10 @@ def remarks(records: SweepRecords) -> list[str]:
             f"{records.order_agreement():.2f}; largest deviation {worst:.1%}."
         )
     lines.append("Measured figures are means over seeds with their standard error.")
+    lines.append(
+        f"Command: python -m experiments.sweep {records.file}; digests of every plan and configuration are "
+        "in trials.csv."
+    )
     return lines
 
 

@@ -21,6 +21,10 @@ MEASURED_SECONDS = "median_step_seconds"
 SIMULATED_SECONDS = "simulated_step_seconds"
 
 
+#: Entries of summary.json that say where figures come from.
+_FACTS = ("device", "date", "commit", "plan", "config")
+
+
 class SweepError(ValueError):
     """A folder that holds no readable sweep, or runs that must not stand in one table."""
 
@@ -87,6 +91,7 @@ class SweepRecords:
 
     folder: pathlib.Path
     name: str
+    file: str
     baseline: str
     metrics: tuple[str, ...]
     variants: tuple[Variant, ...]
@@ -136,6 +141,7 @@ def read_sweep(folder: pathlib.Path, *, mixed: bool = False) -> SweepRecords:
     records = SweepRecords(
         folder,
         described["name"],
+        described["file"],
         described["compare"]["baseline"],
         tuple(described["compare"]["metrics"]),
         tuple(Variant(name, tuple(trials)) for name, trials in variants.items()),
@@ -203,7 +209,7 @@ def paired_text(value: Paired | None) -> str:
 
 
 def csv_lines(records: SweepRecords) -> list[list[str]]:
-    """One line per trial, with every number of its summary."""
+    """One line per trial, with every number of its summary, and where they come from."""
     figures = sorted(
         {
             key
@@ -214,11 +220,13 @@ def csv_lines(records: SweepRecords) -> list[list[str]]:
         }
     )
     figures.append(SIMULATED_SECONDS)
-    lines = [["variant", "seed", "state", "digest", *figures]]
+    lines = [["variant", "seed", "state", "digest", *_FACTS, *figures]]
     for trial in records.trials:
         values = [trial.figure(name) for name in figures]
         cells = ["" if value is None else repr(value) for value in values]
-        lines.append([trial.name, str(trial.seed), trial.state, trial.digest, *cells])
+        summary = {} if trial.run is None or trial.run.summary is None else trial.run.summary
+        facts = [str(summary[key]) if key in summary else "" for key in _FACTS]
+        lines.append([trial.name, str(trial.seed), trial.state, trial.digest, *facts, *cells])
     return lines
 
 

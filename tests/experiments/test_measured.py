@@ -42,7 +42,9 @@ def write(folder, *, scores=None):
         outcome = {"state": "succeeded", "message": "", "summary": summary, "seconds": 3.0}
         (outcomes / f"{digest}.json").write_text(json.dumps(outcome))
     compare = {"baseline": "LazyJAX", "metrics": ["tokens_per_second"]}
-    (folder / "sweep.json").write_text(json.dumps({"name": "table4", "compare": compare, "trials": trials}))
+    (folder / "sweep.json").write_text(
+        json.dumps({"name": "table4", "file": "f", "compare": compare, "trials": trials})
+    )
     return read_sweep(folder)
 
 
