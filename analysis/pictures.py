@@ -6,14 +6,19 @@ import io
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from analysis.sweeps import MEASURED_SECONDS, SIMULATED_SECONDS, SweepRecords, curves
+from analysis.sweeps import MEASURED_SECONDS, SIMULATED_SECONDS, SweepRecords, curves, readable
 from lazyjax.runs import Run, smoothed
 
 Axis = Literal["step", "tokens", "seconds"]
-_LABELS = {"step": "step", "tokens": "tokens that are not padding", "seconds": "seconds of training"}
+_LABELS = {
+    "step": "step",
+    "tokens": "tokens that are not padding",
+    "seconds": "seconds of training, without compiling",
+}
 
 
 def loss_figure(records: SweepRecords, axis: Axis, file: io.BytesIO) -> bool:
@@ -23,7 +28,7 @@ def loss_figure(records: SweepRecords, axis: Axis, file: io.BytesIO) -> bool:
     for number, variant in enumerate(records.variants):
         for seed_number, (x, y) in enumerate(curves(variant, lambda run: _losses(run, axis))):
             label = variant.name if seed_number == 0 else None
-            axes.plot(x, y, color=f"C{number % 10}", linewidth=1.2, alpha=0.8, label=label)
+            axes.plot(x, y, color=_colour(number), linewidth=1.2, alpha=0.8, label=label)
             drawn = True
     axes.set_xlabel(_LABELS[axis])
     axes.set_ylabel("training loss, smoothed (measured)")
@@ -37,13 +42,14 @@ def metric_figure(records: SweepRecords, metric: str, file: io.BytesIO) -> bool:
     if not known:
         return False
     figure, axes = _axes(height=0.4 * len(known) + 1.5)
+    label, unit = readable(metric)
     names = [name for name, _ in known]
-    values = [value.mean for _, value in known]
-    errors = [value.standard_error if value.count > 1 else 0.0 for _, value in known]
+    values = [value.mean / unit for _, value in known]
+    errors = [value.standard_error / unit if value.count > 1 else 0.0 for _, value in known]
     axes.barh(range(len(known)), values, xerr=errors, height=0.6)
     axes.set_yticks(range(len(known)), names)
     axes.invert_yaxis()
-    axes.set_xlabel(f"{metric} (measured)")
+    axes.set_xlabel(f"{label} (measured)")
     return _save(figure, file)
 
 
@@ -55,7 +61,7 @@ def evaluation_figure(records: SweepRecords, file: io.BytesIO) -> bool:
         for seed_number, (x, y) in enumerate(curves(variant, _evaluations)):
             if len(x) > 2:
                 label = variant.name if seed_number == 0 else None
-                axes.plot(x, y, "o-", color=f"C{number % 10}", linewidth=1.2, markersize=3, label=label)
+                axes.plot(x, y, "o-", color=_colour(number), linewidth=1.2, markersize=3, label=label)
                 drawn = True
     axes.set_xlabel(_LABELS["step"])
     axes.set_ylabel("loss of held-out rows (measured)")
@@ -70,7 +76,7 @@ def memory_figure(records: SweepRecords, file: io.BytesIO) -> bool:
         speed, memory = variant.mean("tokens_per_second"), variant.mean("peak_device_bytes")
         if speed is None or memory is None:
             continue
-        mib, color = memory.mean / 2**20, f"C{number % 10}"
+        mib, color = memory.mean / 2**20, _colour(number)
         axes.plot([mib], [speed.mean], "o", color=color, label=variant.name)
         simulated, measured = variant.mean(SIMULATED_SECONDS), variant.mean(MEASURED_SECONDS)
         if simulated is not None and measured is not None:
@@ -89,7 +95,7 @@ def prediction_figure(records: SweepRecords, file: io.BytesIO) -> bool:
         return False
     figure, axes = _axes()
     for number, (name, simulated, measured) in enumerate(rows):
-        axes.plot([measured], [simulated], "o", color=f"C{number % 10}", label=name)
+        axes.plot([measured], [simulated], "o", color=_colour(number), label=name)
     most = max(max(row[1:]) for row in rows) * 1.05
     axes.plot([0, most], [0, most], color="0.6", linewidth=0.8)
     axes.set_xlabel("seconds of a step (measured)")
@@ -101,7 +107,8 @@ def _losses(run: Run, axis: Axis) -> tuple[Sequence[float], Sequence[float]]:
     x, y, tokens, seconds = [], [], 0.0, 0.0
     for step in run.steps:
         tokens += step["real_tokens"]
-        seconds += step["step_seconds"]
+        # Compiling happens once, and in the first of several trials only where they share what is compiled.
+        seconds += step["step_seconds"] - (step["compile_seconds"] if "compile_seconds" in step else 0.0)
         if step["loss"] is not None:
             x.append({"step": step["step"], "tokens": tokens, "seconds": seconds}[axis])
             y.append(step["loss"])
@@ -113,8 +120,14 @@ def _evaluations(run: Run) -> tuple[Sequence[float], Sequence[float]]:
     return [one["step"] for one in known], [one["loss"] for one in known]
 
 
-def _axes(height: float = 4.2) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(7, height), layout="constrained")
+def _colour(number: int) -> Any:
+    """Twenty that can be told apart."""
+    return colormaps["tab20"](2 * number % 20 + (number // 10) % 2)
+
+
+def _axes(height: float = 3.8) -> tuple[Figure, Any]:
+    # Narrow, so that words can be read on a telephone, too.
+    figure = Figure(figsize=(5.6, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
@@ -123,6 +136,10 @@ def _axes(height: float = 4.2) -> tuple[Figure, Any]:
 
 def _save(figure: Figure, file: io.BytesIO, axes: Any = None) -> bool:
     if axes is not None:
-        axes.legend(fontsize=8, frameon=False)
-    figure.savefig(file, dpi=110, format="png")
+        many = len(axes.get_legend_handles_labels()[1]) > 6
+        place: dict[str, Any] = (
+            {"loc": "upper left", "bbox_to_anchor": (0, -0.18), "ncols": 2} if many else {}
+        )
+        axes.legend(fontsize=8, frameon=False, **place)
+    figure.savefig(file, dpi=150, format="png")
     return True

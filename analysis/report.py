@@ -23,7 +23,7 @@ from analysis.pictures import (
     metric_figure,
     prediction_figure,
 )
-from analysis.sweeps import SweepError, SweepRecords, csv_lines, markdown_table, read_sweep
+from analysis.sweeps import SweepError, SweepRecords, csv_lines, markdown_table, read_sweep, readable
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --head: #8882; }
@@ -116,8 +116,9 @@ def _figures(records: SweepRecords) -> Iterator[tuple[str, str]]:
         ("Throughput against device memory", lambda file: memory_figure(records, file)),
         ("Seconds of a step, simulated against measured", lambda file: prediction_figure(records, file)),
     ]
-    for metric in records.metrics:
-        makers.insert(0, (metric, lambda file, metric=metric: metric_figure(records, metric, file)))  # type: ignore[misc]
+    for metric in reversed(records.metrics):
+        name = readable(metric)[0]
+        makers.insert(0, (name, lambda file, metric=metric: metric_figure(records, metric, file)))  # type: ignore[misc]
     for caption, make in makers:
         file = io.BytesIO()
         if make(file):

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import pathlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from analysis.statistics import Mean, Paired, kendall_tau, mean, paired
@@ -163,14 +163,32 @@ def check_one_commit(runs: Sequence[Run]) -> None:
         raise SweepError(f"runs of different commits: {words}; --mixed puts them into one table all the same")
 
 
+#: What entries of summary.json are called for a reader, and what they are divided by.
+_READABLE: Mapping[str, tuple[str, float]] = {
+    "median_step_seconds": ("step, s", 1),
+    "tokens_per_second": ("tokens/s", 1),
+    "last_evaluation_loss": ("held-out loss", 1),
+    "last_loss": ("last loss", 1),
+    "last_exact_match": ("exact match, %", 0.01),
+    "peak_device_bytes": ("peak device memory, MiB", 2**20),
+    "peak_host_bytes": ("peak host memory, MiB", 2**20),
+    "total_seconds": ("whole run, s", 1),
+}
+
+
+def readable(metric: str) -> tuple[str, float]:
+    """The name of a metric for a reader, and the unit that its values are divided by."""
+    return _READABLE[metric] if metric in _READABLE else (metric, 1)
+
+
 def markdown_table(records: SweepRecords) -> str:
     """One row per variant: mean and standard error of each metric, and the difference from the baseline."""
     header = ["variant", "seeds"]
-    for metric in records.metrics:
-        header += [f"{metric} (measured)", f"difference from {records.baseline}, 95 %"]
     simulated = bool(records.step_seconds())
     if simulated:
-        header += ["step s (measured)", "step s (simulated)"]
+        header += ["step, s (measured)", "step, s (simulated)"]
+    for metric in records.metrics:
+        header += [f"{readable(metric)[0]} (measured)", f"difference from {records.baseline}, 95 %"]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for variant in records.variants:
         succeeded = [trial for trial in variant.trials if trial.state == "succeeded"]
@@ -182,30 +200,32 @@ def markdown_table(records: SweepRecords) -> str:
             cells += [""] * (len(header) - len(cells))
             lines.append("| " + " | ".join(cells) + " |")
             continue
-        for metric in records.metrics:
-            cells += [mean_text(variant.mean(metric)), paired_text(records.difference(variant, metric))]
         if simulated:
             cells += [mean_text(variant.mean(name)) for name in (MEASURED_SECONDS, SIMULATED_SECONDS)]
+        for metric in records.metrics:
+            unit = readable(metric)[1]
+            difference = None if variant.name == records.baseline else records.difference(variant, metric)
+            cells += [mean_text(variant.mean(metric), unit), paired_text(difference, unit)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def mean_text(value: Mean | None) -> str:
-    """Mean and standard error, four digits."""
+def mean_text(value: Mean | None, unit: float = 1) -> str:
+    """Mean and standard error in `unit`, four digits."""
     if value is None:
         return "-"
     if value.count == 1:
-        return f"{value.mean:.4g}"
-    return f"{value.mean:.4g} ± {value.standard_error:.2g}"
+        return f"{value.mean / unit:.4g}"
+    return f"{value.mean / unit:.4g} ± {value.standard_error / unit:.2g}"
 
 
-def paired_text(value: Paired | None) -> str:
-    """A difference and its interval."""
+def paired_text(value: Paired | None, unit: float = 1) -> str:
+    """A difference and its interval in `unit`."""
     if value is None:
         return "-"
     if value.count == 1:
-        return f"{value.mean:+.3g} (one pair)"
-    return f"{value.mean:+.3g} [{value.low:+.3g}, {value.high:+.3g}]"
+        return f"{value.mean / unit:+.3g} (one pair)"
+    return f"{value.mean / unit:+.3g} [{value.low / unit:+.3g}, {value.high / unit:+.3g}]"
 
 
 def csv_lines(records: SweepRecords) -> list[list[str]]:
