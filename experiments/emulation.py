@@ -161,6 +161,10 @@ class EmulatedKernels:
     def _hidden_bytes(self) -> int:
         return self._costs.sizes.layers[-1].input_bytes
 
+    def unpack(self, kind: LayerKind) -> Callable[[Any], Any]:
+        """Takes no time: costs do not know it."""
+        return lambda slab: slab
+
     def forward(self, kind: LayerKind, saved: tuple[str, ...]) -> Callable[..., Any]:
         """See `Kernels.forward`."""
         residual_bytes = self._costs.sizes.layers[self._layer_of[kind.name]].residual_bytes
@@ -257,14 +261,20 @@ class EmulatedCopies:
         """Takes no time."""
         return EmulatedArray(self._device, 4, 0.0)
 
-    def to_host(self, array: Any) -> Any:
-        """To pinned memory."""
-        end = self._device.serve(Resource.D2H, array.nbytes / self._d2h, (array.there,))
-        return EmulatedArray(self._device, array.nbytes, end)
+    def to_host(self, arrays: Sequence[Any]) -> list[Any]:
+        """To pinned memory, one after another."""
+        return [
+            EmulatedArray(
+                self._device,
+                array.nbytes,
+                self._device.serve(Resource.D2H, array.nbytes / self._d2h, (array.there,)),
+            )
+            for array in arrays
+        ]
 
-    def to_device(self, array: Any) -> Any:
-        """From pinned memory."""
-        return self._to_device(array.nbytes, array.there)
+    def to_device(self, arrays: Sequence[Any]) -> list[Any]:
+        """From pinned memory, one after another."""
+        return [self._to_device(array.nbytes, array.there) for array in arrays]
 
     def to_bytes(self, array: Any) -> np.ndarray:
         """Bytes without memory, when the array is there."""

@@ -3,8 +3,8 @@
     python -m experiments.benchmarks.kernel_traffic            # about 20 seconds on two cores
     python -m experiments.benchmarks.kernel_traffic --model Qwen2.5-7B --rows 1 --tokens 512
 
-The optimised program of XLA:CPU, float32, one microbatch of 2 x 1024 tokens, nothing saved, a gradient that is
-added to those of earlier microbatches. For each kind of block:
+The optimised program of XLA:CPU, float32, one microbatch of 2 x 1024 tokens, nothing saved, a gradient that
+is added to those of earlier microbatches. For each kind of block:
 
 - *bytes accessed*: XLA's cost analysis. It counts a fusion's operands whole, also where a slice is read, and
   the body of a loop once.
@@ -55,13 +55,12 @@ class Passes(NamedTuple):
 def compiled_backward(kernels: Kernels, kind: LayerKind, rows: int, tokens: int) -> Any:
     """The backward kernel that adds to an accumulator and saves nothing."""
     hidden = kernels.template.spec.hidden_size
-    length = slab_layout(kind.parameters).length
-    slab = (jax.ShapeDtypeStruct((length,), jnp.uint16), jax.ShapeDtypeStruct((length,), jnp.int16))
-    accumulator = jax.ShapeDtypeStruct((length,), jnp.float32)
+    params = tuple(jax.ShapeDtypeStruct(tensor.shape, jnp.float32) for tensor in kind.parameters)
     x_BTD = jax.ShapeDtypeStruct((rows, tokens, hidden), jnp.float32)
     row_BT: Any = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
-    kernel = kernels.backward(kind, (), True, False)
-    return kernel.lower(accumulator, slab, x_BTD, Context(row_BT, row_BT), (), x_BTD).compile()
+    kernel: Any = kernels.backward(kind, (), True, False)
+    accumulator = kernels.gathering.shapes(kind)
+    return kernel.lower(accumulator, params, x_BTD, Context(row_BT, row_BT), (), x_BTD).compile()
 
 
 def compiled_delta_rule(config: Qwen35Architecture, rows: int, tokens: int) -> Any:
@@ -71,7 +70,7 @@ def compiled_delta_rule(config: Qwen35Architecture, rows: int, tokens: int) -> A
     value_shape = (rows, tokens, keys, values // keys, config.linear_value_head_dim)
 
     def both(q: Any, k: Any, v: Any, g: Any, beta: Any, segments: Any, gradient: Any) -> Any:
-        rule = jax.checkpoint(lambda *given: chunked_gated_delta_rule(*given, segments))
+        rule = jax.checkpoint(lambda q, k, v, g, beta: chunked_gated_delta_rule(q, k, v, g, beta, segments))
         out, pullback = jax.vjp(rule, q, k, v, g, beta)
         return out, pullback(gradient)
 
@@ -104,7 +103,7 @@ def passes(compiled: Any, kind: LayerKind) -> Passes:
         written = _arrays(result, large)
         # What is neither a product nor as large as a matrix takes a slice, if anything.
         if product or written:
-            most = math.inf if product else max(elements for elements, _ in written)
+            most = sum(large) if product else max(elements for elements, _ in written)
             moved = sum(elements * item for elements, item in written)
             for operand in operands:
                 moved += sum(min(elements, most) * item for elements, item in _arrays(operand, large))
@@ -160,8 +159,9 @@ def report(template: ModelTemplate, rows: int, tokens: int) -> str:
         found, accessed = passes(compiled, kind), _bytes_accessed(compiled)
         temporary = compiled.memory_analysis().temp_size_in_bytes
         size = 4 * sum(tensor.elements for tensor in kind.parameters)
+        token_kilobytes = accessed / rows / tokens / 1e3
         lines.append(
-            f"| {kind.name} | {size / 1e9:.2f} | {accessed / 1e9:.1f} | {accessed / rows / tokens / 1e3:,.0f} | "
+            f"| {kind.name} | {size / 1e9:.2f} | {accessed / 1e9:.1f} | {token_kilobytes:,.0f} | "
             f"{found.products:.2f} | {found.others:.2f} | {temporary / 1e9:.2f} |"
         )
     if isinstance(template.config, Qwen35Architecture):

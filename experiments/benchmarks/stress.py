@@ -16,7 +16,7 @@ import pathlib
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -117,10 +117,10 @@ class SlowCopies(Transfers):
         self._delay()
         return super().from_bytes(raw, like)
 
-    def to_host(self, array: Any) -> Any:
-        """Is issued late."""
+    def to_host(self, arrays: Sequence[Any]) -> list[Any]:
+        """Are issued late."""
         self._delay()
-        return super().to_host(array)
+        return super().to_host(arrays)
 
     def slab_to_device(self, slabs: LayerSlabs) -> Any:
         """Is issued late."""

@@ -15,7 +15,7 @@ class StepBuffers:
     Attributes:
         device, host: arrays.
         nvme: shape and dtype of what a key holds.
-        live_bytes, peak_bytes: on one device, counted from the arrays themselves.
+        live_bytes, peak_bytes: on one device, counted from the arrays themselves as they are allocated.
     """
 
     def __init__(self, device_bytes: Callable[[Any], int]) -> None:
@@ -25,12 +25,15 @@ class StepBuffers:
         self.live_bytes = 0
         self.peak_bytes = 0
         self._device_bytes = device_bytes
+        self._counted: dict[Buffer, int] = {}
 
     def count(self, operation: Operation) -> None:
         """Counts what an operation that was just issued has allocated on the device."""
         for place, _ in operation.allocates:
             if place.tier is Tier.DEVICE:
-                self.live_bytes += self._device_bytes(self.device[place.buffer])
+                counted = self._device_bytes(self.device[place.buffer])
+                self._counted[place.buffer] = counted
+                self.live_bytes += counted
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def free(self, places: Sequence[Place]) -> None:
@@ -39,7 +42,8 @@ class StepBuffers:
             if buffer.role is BufferRole.STATE:
                 continue  # its copies belong to the updates
             if tier is Tier.DEVICE:
-                self.live_bytes -= self._device_bytes(self.device.pop(buffer))
+                del self.device[buffer]
+                self.live_bytes -= self._counted.pop(buffer)
             elif tier is Tier.HOST:
                 del self.host[buffer]
             else:

@@ -54,8 +54,17 @@ def checked_schedules(kernels: Kernels, optimizer: HostOptimizer) -> Schedules:
         check_data_flow(schedule)
         return schedule
 
+    # Writing a plan down to compare it costs a millisecond, and a step's plan is mostly the very object of
+    # the step before. Plans are frozen, and are kept here, so that an address means one plan.
+    recent: dict[tuple[int, int], tuple[Plan, Schedule]] = {}
+
     def schedules(plan: Plan, sequence_length: int) -> Schedule:
-        return of(plan.model_dump_json(), sequence_length)
+        key = (id(plan), sequence_length)
+        if key not in recent:
+            if len(recent) >= _SCHEDULES:
+                recent.clear()
+            recent[key] = (plan, of(plan.model_dump_json(), sequence_length))
+        return recent[key][1]
 
     return schedules
 

@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
-from lazyjax.execution.kernels import DeviceBatch, DeviceSlab, Kernels
+from lazyjax.execution.gradients import Accumulator
+from lazyjax.execution.kernels import DeviceBatch, DeviceSlab, Kernels, Parameters
 from lazyjax.models.residuals import forward_saving
 from lazyjax.models.template import Context
 from lazyjax.planning.costs.seconds import MeasuredKey, measured_key
@@ -58,12 +60,17 @@ def calibrate(
     rows: int,
     sequence_length: int,
     repeats: int = 5,
+    microbatches: int = 1,
     working_sets: bool = True,
     progress: Callable[[MeasuredKey], None] = lambda key: None,
 ) -> Calibration:
     """Medians over `repeats` calls on microbatches of `rows` x `sequence_length` tokens.
 
+    A layer's slab is unpacked before its first kernel: those that begin an accumulation have that time in
+    theirs, and of a forward pass every microbatch has its share.
+
     Args:
+        microbatches: of a batch.
         working_sets: also ask XLA for each kernel's temporary buffers, which compiles it once more.
         progress: gets each kernel before it is timed.
     """
@@ -72,20 +79,27 @@ def calibrate(
     for key in keys:
         progress(key)
         kernel, arguments = calls.of(key)
-        jax.block_until_ready(kernel(*arguments()))
-        times = []
-        for _ in range(repeats):
-            warming, given = jax.block_until_ready((arguments(), arguments()))
-            # In a schedule a kernel follows another; one that follows a pause starts on cold caches.
-            jax.block_until_ready(kernel(*warming))
-            start = time.perf_counter()
-            jax.block_until_ready(kernel(*given))
-            times.append(time.perf_counter() - start)
-        seconds[key] = statistics.median(times)
+        seconds[key] = _median_seconds(kernel, arguments, repeats)
+        if not key.accumulates:
+            share = microbatches if key.phase is Action.FORWARD else 1
+            seconds[key] += calls.unpack_seconds(key, repeats) / share
         if working_sets:
             analysis = kernel.lower(*arguments()).compile().memory_analysis()
             working_bytes[key] = int(analysis.temp_size_in_bytes) if analysis is not None else 0
     return Calibration(seconds, working_bytes)
+
+
+def _median_seconds(kernel: Callable[..., Any], arguments: Callable[[], Any], repeats: int) -> float:
+    jax.block_until_ready(kernel(*arguments()))
+    times = []
+    for _ in range(repeats):
+        warming, given = jax.block_until_ready((arguments(), arguments()))
+        # In a schedule a kernel follows another; one that follows a pause starts on cold caches.
+        jax.block_until_ready(kernel(*warming))
+        start = time.perf_counter()
+        jax.block_until_ready(kernel(*given))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 class Contention(NamedTuple):
@@ -204,30 +218,30 @@ class _Calls:
         self.x_BTD = self._put(hidden.astype(jnp.dtype(kernels.compute_dtype)))
         self.random = random
 
-    def _put(self, array: np.ndarray) -> jax.Array:
-        return jax.device_put(np.ascontiguousarray(array), self.kernels.sharded)
+    def _put(self, array: np.ndarray, sharding: Any = None) -> jax.Array:
+        return jax.device_put(np.ascontiguousarray(array), sharding or self.kernels.sharded)
 
     def of(self, key: MeasuredKey) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
         """The compiled function, and what makes its arguments (accumulators are donated)."""
         layer = next(i for i, spec in enumerate(self.spec.layers) if spec.kind == key.kind)
         kind = self.kernels.template.kind(layer)
         names = tuple(name for name in kind.residual_names if name in key.saved)
-        slab, context = self._slab(layer), self.batch.context
+        params, context = self._parameters(layer), self.batch.context
 
-        def accumulator(of_layer: int = layer) -> jax.Array | None:
+        def accumulator(of_layer: int = layer) -> Accumulator | None:
             return self._zeros(of_layer) if key.accumulates else None
 
         match key.phase:
             case Action.FORWARD:
                 x = self.batch.tokens_BT if layer == 0 else self.x_BTD
-                return self.kernels.forward(kind, names), lambda: (slab, x, context)
+                return self.kernels.forward(kind, names), lambda: (params, x, context)
             case Action.LOSS:
                 tied = self.spec.tied
-                table = self._slab(0) if tied else None
+                table = self._parameters(0) if tied else None
                 scale = jnp.float32(1.0)
                 return self.kernels.loss(key.accumulates, key.last), lambda: (
                     accumulator(), accumulator(0) if tied else None,
-                    slab, table, self.x_BTD, self.batch, scale,
+                    params, table, self.x_BTD, self.batch, scale,
                 )  # fmt: skip
             case Action.BACKWARD if layer == 0:
                 kernel = self.kernels.embed_backward(key.accumulates, key.last)
@@ -235,20 +249,36 @@ class _Calls:
             case Action.BACKWARD:
                 residuals = self._residuals(layer, names, context)
                 kernel = self.kernels.backward(kind, names, key.accumulates, key.last)
-                return kernel, lambda: (accumulator(), slab, self.x_BTD, context, residuals, self.x_BTD)
+                return kernel, lambda: (accumulator(), params, self.x_BTD, context, residuals, self.x_BTD)
         raise ValueError(f"{key.phase.value} is no compute operation")
+
+    def unpack_seconds(self, key: MeasuredKey, repeats: int) -> float:
+        """Of the slab of the layer that `key` is about; 0 where kernels take the slab itself."""
+        layer = next(i for i, spec in enumerate(self.spec.layers) if spec.kind == key.kind)
+        if layer == 0:
+            return 0.0
+        slab = self._slab(layer)
+        return _median_seconds(
+            self.kernels.unpack(self.kernels.template.kind(layer)), lambda: (slab,), repeats
+        )
+
+    def _parameters(self, layer: int) -> Parameters:
+        return self.kernels.unpack(self.kernels.template.kind(layer))(self._slab(layer))
 
     def _slab(self, layer: int) -> DeviceSlab:
         """Parameters of the size that initial ones have."""
         length = self.kernels.layout(layer).length
         values_N = 0.02 * self.random.standard_normal(length, np.float32)
-        hi = self._put((values_N.view(np.uint32) >> np.uint32(16)).astype(np.uint16))
-        if self.kernels.compute_dtype == "bfloat16":
+        hi_N = (values_N.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        is_bfloat16 = self.kernels.compute_dtype == "bfloat16"
+        hi = self._put(hi_N.view(ml_dtypes.bfloat16) if is_bfloat16 else hi_N)
+        if is_bfloat16:
             return (hi,)
         return hi, self._put(np.zeros(length, np.int16))
 
-    def _zeros(self, layer: int) -> jax.Array:
-        return self._put(np.zeros(self.kernels.layout(layer).length, np.float32))
+    def _zeros(self, layer: int) -> Accumulator:
+        shapes = self.kernels.gathering.shapes(self.kernels.template.kind(layer))
+        return tuple(self._put(np.zeros(shape.shape, np.float32), shape.sharding) for shape in shapes)
 
     def _residuals(self, layer: int, names: tuple[str, ...], context: Context) -> tuple[jax.Array, ...]:
         """Arrays of the residuals' shapes, with normal values like those of training."""

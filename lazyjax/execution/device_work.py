@@ -42,6 +42,7 @@ class DeviceWork:
         self._template = kernels.template.in_chunks(schedule.plan.token_chunk)
         # The loss is a mean over the whole batch's target tokens, by their weights.
         self._scale = copies.scalar_to_device(1.0 / batch.target_weight)
+        self._packed: set[int] = set()
         self.losses: list[Any] = []
         self.squared_norms: dict[int, Any] = {}
 
@@ -51,28 +52,34 @@ class DeviceWork:
         """Parameters, host slab to device."""
         slab = self._copies.slab_to_device(self._store.layers[operation.layer])
         self._buffers.device[Buffer(BufferRole.PARAMETERS, operation.layer)] = slab
+        self._packed.add(operation.layer)
         return Arrays(slab)
 
     def reload(self, operation: Operation) -> Pending:
         """The batch or activations, host to device."""
-        device, rows = self._buffers.device, self._schedule.plan.microbatch_rows
+        device, host, rows = self._buffers.device, self._buffers.host, self._schedule.plan.microbatch_rows
+        waiting = []
         for buffer in operation.reads:
             if buffer.role is BufferRole.BATCH:
                 part = self._batch.slice_rows(buffer.microbatch * rows, (buffer.microbatch + 1) * rows)
                 device[buffer] = self._copies.batch_to_device(part)
             else:
-                device[buffer] = self._copies.to_device(self._buffers.host[buffer])
+                waiting.append(buffer)
+        if waiting:
+            device.update(zip(waiting, self._copies.to_device([host[b] for b in waiting]), strict=True))
         return Arrays([device[buffer] for buffer in operation.reads])
 
     def offload(self, operation: Operation) -> Pending:
         """Activations, device to host."""
-        copies = {buffer: self._copies.to_host(self._buffers.device[buffer]) for buffer in operation.reads}
-        self._buffers.host |= copies
-        return Arrays(list(copies.values()))
+        device = self._buffers.device
+        copies = self._copies.to_host([device[buffer] for buffer in operation.reads])
+        self._buffers.host.update(zip(operation.reads, copies, strict=True))
+        return Arrays(copies)
 
     def gradient_out(self, operation: Operation) -> Pending:
         """A layer's gradient, device to pinned memory, and from there on a host thread into its slab."""
-        delivered = self._copies.to_host(self._buffers.device[Buffer(BufferRole.GRADIENT, operation.layer)])
+        gradient = self._buffers.device[Buffer(BufferRole.GRADIENT, operation.layer)]
+        (delivered,) = self._copies.to_host([gradient])
         target = self._store.layers[operation.layer].gradient
 
         def copy() -> None:
@@ -88,8 +95,8 @@ class DeviceWork:
         names = self._names(operation)
         kernel = self._kernels.forward(self._template.kind(layer), names)
         device = self._buffers.device
-        slab = device[Buffer(BufferRole.PARAMETERS, layer)]
-        y, residuals, token = kernel(slab, self._input(layer, microbatch), batch.context)
+        parameters = self._parameters(layer)
+        y, residuals, token = kernel(parameters, self._input(layer, microbatch), batch.context)
         if any(place.buffer.role is BufferRole.INPUT for place, _ in operation.allocates):
             device[Buffer(BufferRole.INPUT, layer + 1, microbatch)] = y
         for name, residual in zip(names, residuals, strict=True):
@@ -106,8 +113,8 @@ class DeviceWork:
         )(
             device[accumulator] if operation.accumulates else None,
             device[table] if tied and operation.accumulates else None,
-            device[Buffer(BufferRole.PARAMETERS, layer)],
-            device[Buffer(BufferRole.PARAMETERS, 0)] if tied else None,
+            self._parameters(layer),
+            self._parameters(0) if tied else None,
             self._input(layer, microbatch),
             batch,
             self._scale,
@@ -135,7 +142,7 @@ class DeviceWork:
             )
             x_gradient, result, token = kernel(
                 accumulator,
-                device[Buffer(BufferRole.PARAMETERS, layer)],
+                self._parameters(layer),
                 self._input(layer, microbatch),
                 batch.context,
                 tuple(device[Buffer(BufferRole.RESIDUAL, layer, microbatch, name)] for name in names),
@@ -144,6 +151,15 @@ class DeviceWork:
             device[Buffer(BufferRole.INPUT_GRADIENT, layer, microbatch)] = x_gradient
         self._store_gradient(operation, result)
         return Arrays(token)
+
+    def _parameters(self, layer: int) -> Any:
+        """What kernels take; a slab is unpacked for the first that needs it, in the queue of the kernels."""
+        buffer = Buffer(BufferRole.PARAMETERS, layer)
+        if layer in self._packed:
+            unpack = self._kernels.unpack(self._template.kind(layer))
+            self._buffers.device[buffer] = unpack(self._buffers.device[buffer])
+            self._packed.remove(layer)
+        return self._buffers.device[buffer]
 
     def _names(self, operation: Operation) -> tuple[str, ...]:
         kind = self._template.kind(operation.layer)

@@ -31,13 +31,13 @@ class ForwardPass:
     def loss_sum(self, batch: Batch, plan: Plan) -> float:
         """Sum of -log p over the target tokens of `batch`, within the limits of `plan`."""
         kernel = self._kernels.evaluation_loss()
-        parts = self._run(batch, plan, lambda slab, table, x, part: kernel(slab, table, x, part))
+        parts = self._run(batch, plan, lambda head, table, x, part: kernel(head, table, x, part))
         return float(np.sum(np.asarray(self._copies.read_scalars(list(parts)), np.float64)))
 
     def logits(self, batch: Batch, plan: Plan) -> Float32[np.ndarray, "B T V"]:
         """All logits of `batch`; those of one microbatch at a time are on the device."""
         kernel = self._kernels.logits()
-        parts = self._run(batch, plan, lambda slab, table, x, part: kernel(slab, table, x, part.context))
+        parts = self._run(batch, plan, lambda head, table, x, part: kernel(head, table, x, part.context))
         return np.concatenate([np.asarray(jax.device_get(part)) for part in parts])[: batch.rows]
 
     def _run(self, batch: Batch, plan: Plan, head_kernel: Callable[..., Any]) -> Iterator[Any]:
@@ -52,15 +52,20 @@ class ForwardPass:
         head = len(template.spec.layers) - 1
         previous = None
         for layer, slab in self._slabs(plan.prefetch):
+            params = self._kernels.unpack(template.kind(layer))(slab)
+            del slab
             if layer == head:
-                table_slab = copies.slab_to_device(self._store.layers[0]) if template.spec.tied else None
+                table = None
+                if template.spec.tied:
+                    table_slab = copies.slab_to_device(self._store.layers[0])
+                    table = self._kernels.unpack(template.kind(0))(table_slab)
                 for index in activations.order(reverse=False):
-                    yield head_kernel(slab, table_slab, activations.take(index), parts[index])
+                    yield head_kernel(params, table, activations.take(index), parts[index])
                 return
             kernel = self._kernels.forward(template.kind(layer), ())
             # Alternating the direction, the microbatch that leaves a layer last enters the next first.
             for index in activations.order(reverse=layer % 2 == 1):
-                y, _, token = kernel(slab, activations.take(index), parts[index].context)
+                y, _, token = kernel(params, activations.take(index), parts[index].context)
                 activations.put(index, y)
             if previous is not None:
                 # At most one layer ahead of the device, so that what was given up is free.
@@ -110,7 +115,7 @@ class _Activations:
         position = self._order.index(index)
         for following in self._order[position : position + self._ahead + 1]:
             if following not in self._device:
-                self._device[following] = self._copies.to_device(self._host.pop(following))
+                (self._device[following],) = self._copies.to_device([self._host.pop(following)])
         if index in self._leaving:
             self._leaving.remove(index)
             self._host.pop(index)
@@ -121,7 +126,7 @@ class _Activations:
         self._device[index] = y
         if not self._streamed:
             return
-        self._host[index] = self._copies.to_host(y)
+        (self._host[index],) = self._copies.to_host([y])
         self._leaving.append(index)
         while len(self._leaving) > OFFLOAD_WINDOW_ITEMS:
             left = self._leaving.popleft()

@@ -7,7 +7,7 @@ function returns, another one takes, and `jax.block_until_ready` waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -29,6 +29,10 @@ class LayerKernels(Protocol):
     @property
     def devices(self) -> int:
         """Devices that share every batch and slab."""
+        ...
+
+    def unpack(self, kind: LayerKind) -> Callable[[Any], Any]:
+        """From a slab on the device to what the other functions take as a layer's parameters."""
         ...
 
     def forward(self, kind: LayerKind, saved: tuple[str, ...]) -> Callable[..., Any]:
@@ -74,12 +78,12 @@ class Copies(Protocol):
         """Starts the copy of a float32 scalar."""
         ...
 
-    def to_host(self, array: Any) -> Any:
-        """Starts the copy of a device array to pinned host memory."""
+    def to_host(self, arrays: Sequence[Any]) -> list[Any]:
+        """Starts the copies of device arrays to pinned host memory."""
         ...
 
-    def to_device(self, array: Any) -> Any:
-        """Starts the copy of a pinned host array to the device."""
+    def to_device(self, arrays: Sequence[Any]) -> list[Any]:
+        """Starts the copies of pinned host arrays to the device."""
         ...
 
     def to_bytes(self, array: Any) -> np.ndarray:

@@ -1,9 +1,11 @@
 """Every compiled function of layer mathematics.
 
-A kernel takes a layer's parameters as the flat slab that was streamed and returns flat gradients,
-so that a layer crosses the link as one contiguous transfer. Layers of one kind share kernels.
-Slabs and batches are sharded over the mesh axis `data`; the slab is gathered inside the kernel and
-the gradient leaves it sharded, which GSPMD turns into an all-gather and a reduce-scatter.
+A layer crosses the link as one flat slab, and its gradient leaves as one. On one device there are no slabs in
+between: `unpack` cuts a fetched slab into its tensors once, however many microbatches use them, and gradients
+are added up tensor by tensor (`lazyjax.execution.gradients`). So a microbatch passes over the parameters and
+over the accumulators once, and over nothing else of their size. Over several devices slabs and batches are
+sharded over the mesh axis `data`; every kernel gathers the slab and leaves the gradient sharded, which GSPMD
+turns into an all-gather and a reduce-scatter. Layers of one kind share kernels.
 
 Besides its results every kernel returns a `Token`, a scalar that becomes ready with them and
 can be waited for without holding on to a large array.
@@ -17,23 +19,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
+from lazyjax.execution.gradients import Accumulator, Gathering, GradientSlab
 from lazyjax.models.cross_entropy import cross_entropy, cross_entropy_and_gradients
 from lazyjax.models.residuals import backward_from, forward_saving
 from lazyjax.models.template import Context, LayerKind, ModelTemplate
 from lazyjax.specs import SlabLayout, slab_layout
 
+__all__ = ["DeviceBatch", "DeviceSlab", "GradientSlab", "Kernels", "Parameters", "Token", "data_mesh"]
+
 DATA_AXIS = "data"
 
-#: `(hi,)` for bfloat16 compute, `(hi, lo)` for float32: the halves of the split master.
+#: `(hi,)`, as bfloat16, for bfloat16 compute; `(hi, lo)` for float32: the halves of the split master.
 DeviceSlab = tuple[Array, ...]
+#: What kernels take as a layer's parameters: see `Kernels.unpack`.
+Parameters = tuple[Array, ...]
 Token = Array
 
 
@@ -50,13 +57,6 @@ class DeviceBatch(NamedTuple):
     def context(self) -> Context:
         """What the layers need of it."""
         return Context(self.positions_BT, self.segment_ids_BT)
-
-
-class GradientSlab(NamedTuple):
-    """A layer's finished gradient and the sum of its squares (of the values as delivered)."""
-
-    gradient_N: Float[Array, " N"]
-    squared_norm: Float32[Array, ""]
 
 
 def data_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -110,17 +110,38 @@ class Kernels:
         """The slab layout of a layer on this mesh."""
         return slab_layout(self.template.spec.layers[layer_index].parameters, devices=self.mesh.size)
 
+    @property
+    def gathering(self) -> Gathering:
+        """What becomes of gradients on this mesh."""
+        return Gathering(self.sharded, self.gradient_dtype)
+
     # Kernels, by what they are compiled for
 
     @functools.cache  # noqa: B019 - kernels live as long as the process
+    def unpack(self, kind: LayerKind) -> Callable[[DeviceSlab], Parameters]:
+        """slab -> what all other kernels take as the parameters of `kind`.
+
+        On one device its tensors in compute dtype. A layer of one tensor, the embedding, keeps its slab, for
+        there is nothing to cut; over several devices all do, for slabs are sharded.
+        """
+        if not self._cuts(kind):
+            return lambda slab: slab
+
+        @jax.jit
+        def cut(slab: DeviceSlab) -> Parameters:
+            return self._unflatten(kind, slab)
+
+        return cut
+
+    @functools.cache  # noqa: B019
     def forward(self, kind: LayerKind, saved: tuple[str, ...]) -> Callable[..., Any]:
-        """(slab, x, context) -> (y_BTD, residuals named `saved`, token)."""
+        """(parameters, x, context) -> (y_BTD, residuals named `saved`, token)."""
 
         @jax.jit
         def forward_layer(
-            slab: DeviceSlab, x: Array, context: Context
+            given: Parameters, x: Array, context: Context
         ) -> tuple[Array, tuple[Array, ...], Token]:
-            params = self._unflatten(kind, slab)
+            params = self._tensors(kind, given)
             if saved:
                 y_BTD, residuals = forward_saving(kind.apply, saved, params, x, context)
             else:
@@ -143,26 +164,28 @@ class Kernels:
     def backward(
         self, kind: LayerKind, saved: tuple[str, ...], accumulates: bool, last: bool
     ) -> Callable[..., Any]:
-        """(accumulator | None, slab, x, context, residuals, y_gradient) -> (x_gradient, result, token).
+        """(accumulator | None, parameters, x, context, residuals, y_gradient) -> (x_gradient, result, token).
 
         `result` is a `GradientSlab` on the last microbatch, else the fp32 accumulator, which is
         donated from call to call (but not to the gradient, which may have another dtype).
         """
+        gathering = self.gathering
 
         @functools.partial(jax.jit, donate_argnums=() if last else 0)
         def backward_layer(
-            accumulator: Array | None,
-            slab: DeviceSlab,
+            accumulator: Accumulator | None,
+            given: Parameters,
             x_BTD: Array,
             context: Context,
             residuals: tuple[Array, ...],
             y_gradient_BTD: Array,
         ) -> tuple[Array, Any, Token]:
-            params = self._unflatten(kind, slab)
+            params = self._tensors(kind, given)
             gradients, x_gradient_BTD = backward_from(
                 kind.apply, saved, params, x_BTD, context, residuals, y_gradient_BTD
             )
-            result = self._collect(kind, gradients, accumulator if accumulates else None, last)
+            collect = gathering.deliver if last else gathering.add
+            result = collect(kind, gradients, accumulator if accumulates else None)
             return self._split_rows(x_gradient_BTD), result, _token()
 
         return backward_layer
@@ -170,16 +193,15 @@ class Kernels:
     @functools.cache  # noqa: B019
     def embed_backward(self, accumulates: bool, last: bool) -> Callable[..., Any]:
         """(accumulator | None, tokens_BT, x_gradient_BTD) -> (result, token); needs no parameters."""
-        kind = self.template.kind(0)
-        (table,) = kind.parameters
+        kind, gathering = self.template.kind(0), self.gathering
 
         @functools.partial(jax.jit, donate_argnums=() if last else 0)
         def backward_embedding(
-            accumulator: Array | None, tokens_BT: Array, x_gradient_BTD: Array
+            accumulator: Accumulator | None, tokens_BT: Array, x_gradient_BTD: Array
         ) -> tuple[Any, Token]:
-            table_VD = jnp.zeros(table.shape, jnp.float32)
-            table_VD = table_VD.at[tokens_BT].add(x_gradient_BTD.astype(jnp.float32))
-            return self._collect(kind, (table_VD,), accumulator if accumulates else None, last), _token()
+            collect = gathering.deliver_rows if last else gathering.add_rows
+            previous = accumulator if accumulates else None
+            return collect(kind, previous, tokens_BT, x_gradient_BTD), _token()
 
         return backward_embedding
 
@@ -187,56 +209,64 @@ class Kernels:
     def loss(self, accumulates: bool, last: bool) -> Callable[..., Any]:
         """The head and the cross-entropy, forward and backward at once.
 
-        (accumulator | None, table accumulator | None, slab, table slab | None, x, batch, scale) ->
-        (loss, x_gradient, result, table accumulator | None, token)
+        (accumulator | None, table accumulator | None, parameters, table parameters | None, x, batch, scale)
+        -> (loss, x_gradient, result, table accumulator | None, token)
 
-        `loss` is the sum of -log p over unmasked targets times `scale`. The table's slab and
-        accumulator are given where the table is tied, i.e. belongs to the embedding.
+        `loss` is the sum of -log p over unmasked targets times `scale`. The table's parameters and
+        accumulator are given where the table is tied, i.e. belongs to the embedding. Both accumulators are
+        donated, also to a `GradientSlab`: every chunk of tokens adds to the table's in place.
         """
-        head = self.template.kind(len(self.template.spec.layers) - 1)
+        head, gathering = self.template.kind(len(self.template.spec.layers) - 1), self.gathering
         tied = self.template.spec.tied
 
-        @functools.partial(jax.jit, donate_argnums=1 if last else (0, 1))
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
         def head_and_loss(
-            accumulator: Array | None,
-            table_accumulator: Array | None,
-            slab: DeviceSlab,
-            table_slab: DeviceSlab | None,
+            accumulator: Accumulator | None,
+            table_accumulator: Accumulator | None,
+            given: Parameters,
+            given_table: Parameters | None,
             x_BTD: Array,
             batch: DeviceBatch,
             scale: Float32[Array, ""],
         ) -> tuple[Array, Array, Any, Any, Token]:
-            params = self._unflatten(head, slab)
-            table_VD = self._table(params, table_slab)
+            params = self._tensors(head, given)
+            table_VD = self._table(params, given_table)
+            totals = accumulator if accumulates else None
+            table_totals = (table_accumulator if accumulates else None) if tied else totals
+            position = self.template.table.parameter_index
+            start_VD = gathering.start(table_totals, position)
             normed_BTD, norm_pullback = jax.vjp(lambda p, x: head.apply(p, x, batch.context), params, x_BTD)
             loss, normed_gradient_BTD, table_gradient_VD = cross_entropy_and_gradients(
-                normed_BTD, table_VD, batch.targets_BT, batch.loss_mask_BT, scale, self.head_chunk_tokens
-            )
+                normed_BTD, table_VD, batch.targets_BT, batch.loss_mask_BT, scale, self.head_chunk_tokens,
+                start_VD,
+            )  # fmt: skip
             gradients, x_gradient_BTD = norm_pullback(normed_gradient_BTD)
             table_result = None
+            included = None if start_VD is None else position
             if tied:
-                embed = self.template.kind(0)
-                previous = table_accumulator if accumulates else None
-                table_result = self._collect(embed, (table_gradient_VD,), previous, last=False)
+                table_result = gathering.add(
+                    self.template.kind(0), (table_gradient_VD,), table_totals, included=included
+                )
+                included = None
             else:
-                position = self.template.table.parameter_index
                 gradients = tuple(
                     table_gradient_VD if i == position else gradient for i, gradient in enumerate(gradients)
                 )
-            result = self._collect(head, gradients, accumulator if accumulates else None, last)
+            collect = functools.partial(gathering.deliver, spends=accumulates) if last else gathering.add
+            result = collect(head, gradients, totals, included=included)
             return loss, self._split_rows(x_gradient_BTD), result, table_result, _token()
 
         return head_and_loss
 
     @functools.cache  # noqa: B019
     def evaluation_loss(self) -> Callable[..., Any]:
-        """(slab, table slab | None, x, batch) -> sum of -log p over unmasked targets."""
+        """(parameters, table parameters | None, x, batch) -> sum of -log p over unmasked targets."""
 
         @jax.jit
         def evaluate(
-            slab: DeviceSlab, table_slab: DeviceSlab | None, x_BTD: Array, batch: DeviceBatch
+            given: Parameters, given_table: Parameters | None, x_BTD: Array, batch: DeviceBatch
         ) -> Array:
-            normed_BTD, table_VD = self._normed(slab, table_slab, x_BTD, batch.context)
+            normed_BTD, table_VD = self._normed(given, given_table, x_BTD, batch.context)
             return cross_entropy(
                 normed_BTD, table_VD, batch.targets_BT, batch.loss_mask_BT, self.head_chunk_tokens
             )
@@ -245,36 +275,43 @@ class Kernels:
 
     @functools.cache  # noqa: B019
     def logits(self) -> Callable[..., Any]:
-        """(slab, table slab | None, x_BTD, context) -> fp32 logits_BTV."""
+        """(parameters, table parameters | None, x_BTD, context) -> fp32 logits_BTV."""
 
         @jax.jit
         def compute_logits(
-            slab: DeviceSlab, table_slab: DeviceSlab | None, x_BTD: Array, context: Context
+            given: Parameters, given_table: Parameters | None, x_BTD: Array, context: Context
         ) -> Array:
-            normed_BTD, table_VD = self._normed(slab, table_slab, x_BTD, context)
+            normed_BTD, table_VD = self._normed(given, given_table, x_BTD, context)
             return jnp.einsum("btd,vd->btv", normed_BTD, table_VD, preferred_element_type=jnp.float32)
 
         return compute_logits
 
-    # Slabs inside kernels
+    # Parameters inside kernels
 
     def _normed(
-        self, slab: DeviceSlab, table_slab: DeviceSlab | None, x_BTD: Array, context: Context
+        self, given: Parameters, given_table: Parameters | None, x_BTD: Array, context: Context
     ) -> tuple[Array, Array]:
         head = self.template.kind(len(self.template.spec.layers) - 1)
-        params = self._unflatten(head, slab)
-        return head.apply(params, x_BTD, context), self._table(params, table_slab)
+        params = self._tensors(head, given)
+        return head.apply(params, x_BTD, context), self._table(params, given_table)
 
-    def _table(self, head_params: tuple[Array, ...], table_slab: DeviceSlab | None) -> Array:
+    def _table(self, head_params: tuple[Array, ...], given_table: Parameters | None) -> Array:
         owner = self.template.kind(self.template.table.layer_index)
-        params = head_params if table_slab is None else self._unflatten(owner, table_slab)
+        params = head_params if given_table is None else self._tensors(owner, given_table)
         return params[self.template.table.parameter_index]
+
+    def _cuts(self, kind: LayerKind) -> bool:
+        return self.devices == 1 and len(kind.parameters) > 1
+
+    def _tensors(self, kind: LayerKind, given: Parameters) -> tuple[Array, ...]:
+        """The parameters of `kind` in compute dtype, from what `unpack` gave."""
+        return given if self._cuts(kind) else self._unflatten(kind, given)
 
     def _unflatten(self, kind: LayerKind, slab: DeviceSlab) -> tuple[Array, ...]:
         """The parameters of `kind` in compute dtype, from its streamed slab."""
         gathered = tuple(jax.lax.with_sharding_constraint(half, self.replicated) for half in slab)
         if self.compute_dtype == "bfloat16":
-            flat_N = jax.lax.bitcast_convert_type(gathered[0], jnp.bfloat16)
+            (flat_N,) = gathered
         else:
             hi, lo = gathered
             bits = (hi.astype(jnp.uint32) << 16) + lo.astype(jnp.int32).astype(jnp.uint32)
@@ -286,27 +323,6 @@ class Kernels:
             )
             for segment in layout.segments
         )
-
-    def _collect(
-        self, kind: LayerKind, gradients: Sequence[Array], accumulator: Array | None, last: bool
-    ) -> Array | GradientSlab:
-        """Adds gradients to the accumulator; on the last microbatch, the finished slab."""
-        flat_N = self._flatten(kind, gradients)
-        total_N = flat_N if accumulator is None else accumulator + flat_N
-        if not last:
-            return jax.lax.with_sharding_constraint(total_N, self.sharded)
-        delivered_N = jax.lax.with_sharding_constraint(total_N.astype(self.gradient_dtype), self.sharded)
-        return GradientSlab(delivered_N, jnp.sum(jnp.square(delivered_N.astype(jnp.float32))))
-
-    def _flatten(self, kind: LayerKind, gradients: Sequence[Array]) -> Float32[Array, " N"]:
-        layout = slab_layout(kind.parameters, devices=self.mesh.size)
-        parts = []
-        ends = [segment.offset for segment in layout.segments[1:]] + [layout.length]
-        for segment, gradient, end in zip(layout.segments, gradients, ends, strict=True):
-            parts.append(gradient.astype(jnp.float32).reshape(-1))
-            if gap := end - segment.offset - segment.elements:
-                parts.append(jnp.zeros(gap, jnp.float32))
-        return jnp.concatenate(parts)
 
     def _split_rows(self, array: Array) -> Array:
         return jax.lax.with_sharding_constraint(array, self.sharded)

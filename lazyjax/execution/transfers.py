@@ -7,10 +7,13 @@ On a CPU backend the same code runs; a copy may then be an alias, and bytes are 
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -36,8 +39,8 @@ class Transfers:
         backend JAX makes a page-aligned slab itself the device array, also where `may_alias` is
         off. Updates keep to this, as they follow the norm, and the norm follows every kernel.
         """
-        halves = (slabs.hi, slabs.lo) if self._both_halves else (slabs.hi,)
-        return tuple(jax.device_put(half, self._device, may_alias=False) for half in halves)
+        halves = (slabs.hi, slabs.lo) if self._both_halves else (slabs.hi.view(ml_dtypes.bfloat16),)
+        return jax.device_put(halves, self._device, may_alias=False)
 
     def batch_to_device(self, batch: Batch) -> DeviceBatch:
         """Starts the copy of one microbatch."""
@@ -48,21 +51,20 @@ class Transfers:
             batch.segment_ids_BT,
             batch.positions_BT,
         )
-        return DeviceBatch(
-            *(jax.device_put(np.ascontiguousarray(a), self._device, may_alias=False) for a in arrays)
-        )
+        contiguous = [np.ascontiguousarray(array) for array in arrays]
+        return DeviceBatch(*jax.device_put(contiguous, self._device, may_alias=False))
 
     def scalar_to_device(self, value: float) -> Array:
         """A float32 scalar on every device."""
         return jax.device_put(np.float32(value), self._replicated)
 
-    def to_host(self, array: Array) -> Array:
-        """Starts the copy of a device array into pinned host memory."""
-        return jax.device_put(array, self._host)
+    def to_host(self, arrays: Sequence[Array]) -> list[Array]:
+        """Starts the copies of device arrays into pinned host memory."""
+        return jax.device_put(list(arrays), self._host)
 
-    def to_device(self, array: Array) -> Array:
-        """Starts the copy of a pinned host array to the device."""
-        return jax.device_put(array, self._device)
+    def to_device(self, arrays: Sequence[Array]) -> list[Array]:
+        """Starts the copies of pinned host arrays to the device."""
+        return jax.device_put(list(arrays), self._device)
 
     def to_bytes(self, array: Array) -> np.ndarray:
         """The bytes of a pinned host array; waits for the copy that fills it."""
@@ -91,8 +93,12 @@ class Transfers:
 
     def device_bytes(self, tree: Any) -> int:
         """Bytes on one device of all arrays in `tree` (the largest shard of each)."""
-        total = 0
-        for leaf in jax.tree.leaves(tree):
-            shard: int = int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64))
-            total += shard * leaf.dtype.itemsize
-        return total
+        if isinstance(tree, jax.Array):
+            return _shard_bytes(tree.shape, tree.dtype, tree.sharding)
+        return sum(_shard_bytes(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(tree))
+
+
+@functools.lru_cache(maxsize=4096)
+def _shard_bytes(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding) -> int:
+    """A step asks for the same few hundred shapes again and again."""
+    return math.prod(sharding.shard_shape(shape)) * dtype.itemsize

@@ -21,6 +21,7 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from lazyjax.execution.buffers import StepBuffers
 from lazyjax.execution.device_work import DeviceWork
@@ -34,6 +35,76 @@ from lazyjax.timeline import Resource
 DEVICE_RESOURCES = frozenset({Resource.COMPUTE, Resource.H2D, Resource.D2H})
 #: Windows whose kernels may be queued on the device when a fetch is issued.
 _WINDOWS_AHEAD = 1
+
+
+class Waits(NamedTuple):
+    """What an operation's waits mean for the walk.
+
+    Attributes:
+        finish: operations that the walk waits for itself.
+        release: copies to the device that the device waits for; what they leave is given up.
+    """
+
+    finish: tuple[int, ...]
+    release: tuple[int, ...]
+
+
+class Prepared(NamedTuple):
+    """What follows from a schedule alone, worked out once for all of its steps.
+
+    Attributes:
+        waits: by operation.
+        awaited_by_host: device operations that a host thread waits for.
+    """
+
+    waits: tuple[Waits, ...]
+    awaited_by_host: frozenset[int]
+
+
+def prepare(schedule: Schedule) -> Prepared:
+    """See `Prepared`."""
+    operations = schedule.operations
+    waits = []
+    for operation in operations:
+        finish = [waited for waited in operation.waits if _must_have_ended(operation, operations[waited])]
+        # The device waits for the copy; its source is JAX's to keep until then.
+        release = [
+            waited
+            for waited in operation.waits
+            if waited not in finish and operations[waited].resource is Resource.H2D
+        ]
+        waits.append(Waits(tuple(finish), tuple(release)))
+    awaited = (
+        waited
+        for operation in operations
+        if operation.resource not in DEVICE_RESOURCES
+        for waited in operation.waits
+    )
+    return Prepared(tuple(waits), frozenset(awaited))
+
+
+def _must_have_ended(operation: Operation, other: Operation) -> bool:
+    """Whether the walk itself waits; else the device's queues or a host thread do."""
+    if operation.resource not in DEVICE_RESOURCES:
+        own_threads = other.action in STATE_ACTIONS or other.resource in (Resource.COMPUTE, Resource.H2D)
+        return bool(other.frees) and not own_threads
+    if other.resource is Resource.D2H:
+        return operation.resource is Resource.COMPUTE
+    return other.resource not in DEVICE_RESOURCES
+
+
+#: By the address of a schedule, which is kept beside it: bucketed lengths of a running plan.
+_prepared: dict[int, tuple[Schedule, Prepared]] = {}
+_MOST_PREPARED = 64
+
+
+def _prepared_once(schedule: Schedule) -> Prepared:
+    found = _prepared.get(id(schedule))
+    if found is None:
+        if len(_prepared) >= _MOST_PREPARED:
+            _prepared.clear()
+        found = _prepared[id(schedule)] = (schedule, prepare(schedule))
+    return found[1]
 
 
 class Walk:
@@ -80,26 +151,19 @@ class Walk:
         self._tokens: collections.deque[tuple[int, Pending]] = collections.deque()
         self._not_issued = _by_host_resource(schedule)
         self._ahead: set[int] = set()
-        self._awaited_by_host = {
-            waited
-            for operation in schedule.operations
-            if operation.resource not in DEVICE_RESOURCES
-            for waited in operation.waits
-        }
+        self._prepared = _prepared_once(schedule)
 
     def run(self, before: Callable[[Operation], None]) -> None:
         """Issues every operation, in order; `before` is called with each before it is issued."""
-        for operation in self._schedule.operations:
+        for operation, waits in zip(self._schedule.operations, self._prepared.waits, strict=True):
             self._issue_ahead(operation.index)
             if operation.index in self._ahead:
                 continue
             before(operation)
-            for waited in operation.waits:
-                if self._must_have_ended(operation, waited):
-                    self.finish(waited)
-                elif self._schedule.operations[waited].resource is Resource.H2D:
-                    # The device waits for the copy; its source is JAX's to keep until then.
-                    self._free_after(waited)
+            for waited in waits.finish:
+                self.finish(waited)
+            for waited in waits.release:
+                self._free_after(waited)
             if operation.resource in DEVICE_RESOURCES:
                 self._issue_on_device(operation)
             else:
@@ -165,17 +229,8 @@ class Walk:
         self._pending.clear()
 
     def _free_after(self, index: int) -> None:
-        self._buffers.free(self._to_free.pop(index, ()))
-
-    def _must_have_ended(self, operation: Operation, waited: int) -> bool:
-        """Whether the walk itself waits; else the device's queues or a host thread do."""
-        other = self._schedule.operations[waited]
-        if operation.resource not in DEVICE_RESOURCES:
-            own_threads = other.action in STATE_ACTIONS or other.resource in (Resource.COMPUTE, Resource.H2D)
-            return bool(other.frees) and not own_threads
-        if other.resource is Resource.D2H:
-            return operation.resource is Resource.COMPUTE
-        return other.resource not in DEVICE_RESOURCES
+        if index in self._to_free:
+            self._buffers.free(self._to_free.pop(index))
 
     def _issue_on_device(self, operation: Operation) -> None:
         if operation.action is Action.FETCH:
@@ -190,7 +245,7 @@ class Walk:
             if self._tokens and self._tokens[-1][0] == operation.window:
                 self._tokens.pop()
             self._tokens.append((operation.window, pending))
-        if operation.resource is Resource.D2H or operation.index in self._awaited_by_host:
+        if operation.resource is Resource.D2H or operation.index in self._prepared.awaited_by_host:
             self._pending[operation.index] = pending
 
     def _issue_on_host(self, operation: Operation) -> None:

@@ -21,7 +21,7 @@ _UNROLLED_CHUNKS = 8
 
 
 class LossAndGradients(NamedTuple):
-    """The loss, and its gradients with respect to the normed input and the table."""
+    """The loss, and its gradients with respect to the normed input and the table (see `start_VD`)."""
 
     loss: Float32[Array, ""]
     normed_gradient_BTD: Float[Array, "B T D"]
@@ -54,10 +54,14 @@ def cross_entropy_and_gradients(
     mask_BT: Bool[Array, "B T"] | Float32[Array, "B T"],
     scale: Float32[Array, ""],
     chunk_tokens: int,
+    start_VD: Float32[Array, "V D"] | None = None,
 ) -> LossAndGradients:
     """The sum of -log p times the mask, which may hold weights, and `scale`, with its gradients.
 
     d loss / d logits = (softmax - onehot(target)) * mask * scale. Masked targets may have any value.
+
+    Args:
+        start_VD: what the table's gradient is added to, chunk by chunk and in place; None: zero.
     """
 
     def one_chunk(carry: tuple[Array, Array], chunk: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
@@ -75,7 +79,8 @@ def cross_entropy_and_gradients(
         return (loss + jnp.sum(losses_BC * weight_BC), table_gradient_VD), normed_gradient_BCD
 
     chunks, inputs = _chunked_inputs(normed_BTD, targets_BT, mask_BT, chunk_tokens)
-    start = (jnp.zeros((), jnp.float32), jnp.zeros(table_VD.shape, jnp.float32))
+    before_VD = jnp.zeros(table_VD.shape, jnp.float32) if start_VD is None else start_VD
+    start = (jnp.zeros((), jnp.float32), before_VD)
     (loss, table_gradient_VD), gradient = jax.lax.scan(one_chunk, start, inputs, unroll=_unroll(chunks))
     return LossAndGradients(loss, join_tokens(gradient, chunks), table_gradient_VD)
 

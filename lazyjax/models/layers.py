@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from lazyjax.models.architecture import Rope
 from lazyjax.models.attention import ATTENTIONS
@@ -358,20 +358,29 @@ def _look_up_forward(
 def _look_up_backward(
     saved: tuple[Float[Array, "V D"], Int32[Array, "B T"]], gradient_BTD: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "V D"], None]:
-    # Equal tokens are brought together and summed first, so that float32 is needed for B T rows
-    # and not for the whole table.
     table_VD, tokens_BT = saved
+    rows_U, sums_UD = sums_by_token(tokens_BT, gradient_BTD, table_VD.shape[0])
+    sums_UD = sums_UD.astype(table_VD.dtype)
+    return jnp.zeros_like(table_VD).at[rows_U].set(sums_UD, mode="drop", unique_indices=True), None
+
+
+def sums_by_token(
+    tokens_BT: Int32[Array, "B T"], gradient_BTD: Float[Array, "B T D"], vocabulary_size: int
+) -> tuple[Int32[Array, " U"], Float32[Array, "U D"]]:
+    """Rows of the table that occur, each once, and the float32 sums of their gradients; U = B T.
+
+    Float32 is then needed for B T rows and not for the whole table. There are fewer rows than places: the
+    places left over point behind the table, each to another row, and have sums of zero.
+    """
     tokens = tokens_BT.reshape(-1)
     order = jnp.argsort(tokens)
     ordered = tokens[order]
     first = jnp.concatenate([jnp.ones(1, jnp.bool_), ordered[1:] != ordered[:-1]])
     group = jnp.cumsum(first) - 1
-    rows = gradient_BTD.reshape(tokens.size, -1)[order].astype(jnp.float32)
-    sums = jnp.zeros(rows.shape, jnp.float32).at[group].add(rows, indices_are_sorted=True)
-    # Groups beyond the last one keep the index V, which lies outside and is dropped.
-    vocabulary = table_VD.shape[0]
-    target = jnp.full(tokens.size, vocabulary, tokens.dtype).at[group].set(ordered, indices_are_sorted=True)
-    return jnp.zeros_like(table_VD).at[target].set(sums.astype(table_VD.dtype), mode="drop"), None
+    gradients = gradient_BTD.reshape(tokens.size, -1)[order].astype(jnp.float32)
+    sums_UD = jnp.zeros(gradients.shape, jnp.float32).at[group].add(gradients, indices_are_sorted=True)
+    behind_U = vocabulary_size + jnp.arange(tokens.size, dtype=tokens.dtype)
+    return behind_U.at[group].set(ordered, indices_are_sorted=True), sums_UD
 
 
 look_up.defvjp(_look_up_forward, _look_up_backward)

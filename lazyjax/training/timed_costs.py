@@ -143,6 +143,7 @@ def time_kernels(
             rows=size,
             sequence_length=predicted(size).sequence_length,
             repeats=3,
+            microbatches=-(-rows // size),
             # A CPU's device memory is the host's: its scratch is not worth compiling everything twice.
             working_sets=jax.default_backend() != "cpu",
             progress=progress,

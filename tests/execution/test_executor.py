@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from lazyjax.batch import Batch
+from lazyjax.execution import walk
 from lazyjax.execution.executor import Executor, NonFiniteStepsError
+from lazyjax.models.registry import build_template
 from lazyjax.models.template import ModelTemplate
 from lazyjax.planning.costs.sizes import BATCH_BYTES_PER_TOKEN
 from lazyjax.planning.plan.document import Boundary, LayerPlan, Plan, PlanError
@@ -22,6 +24,10 @@ from tests import reference, tiny
 from tests.execution.test_oracle import LENGTH, ROWS, assert_close, executor_for, mixed_plan
 
 MODEL = tiny.template("qwen2", tied=False)
+#: Its blocks fill their slabs to 1 %: tensors that are cut out of a slab leave its gaps behind.
+WIDE = build_template(
+    MODEL.config.model_copy(update={"name": "wide", "hidden_size": 128, "intermediate_size": 529})
+)
 BATCH = reference.random_batch(0, ROWS, LENGTH, tiny.VOCABULARY)
 
 
@@ -51,8 +57,8 @@ def live_device_bytes() -> int:
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_live_bytes_follow_the_schedule(microbatches: int, tmp_path: pathlib.Path) -> None:
     """After every operation, the arrays alive are those the schedule lists, as JAX counts them."""
-    plan = mixed_plan(MODEL, microbatches, interlayer_home="host" if microbatches == 3 else "device")
-    with executor_for(MODEL, plan, tmp_path) as (executor, _):
+    plan = mixed_plan(WIDE, microbatches, interlayer_home="host" if microbatches == 3 else "device")
+    with executor_for(WIDE, plan, tmp_path) as (executor, _):
         executor.train_step(BATCH, 1e-3)
         # What earlier tests left in cycles would vanish at a moment of the collector's choice.
         gc.collect()
@@ -74,6 +80,21 @@ def test_live_bytes_follow_the_schedule(microbatches: int, tmp_path: pathlib.Pat
     peak = executor.schedule.peak_bytes()[Tier.DEVICE]
     assert max(measured.values()) == pytest.approx(peak, rel=0.02)
     assert result.peak_device_bytes == pytest.approx(peak, rel=0.02)
+
+
+def test_a_plan_in_use_is_not_written_down_again(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are its waits worked out again: both take longer than an operation may."""
+    with executor_for(MODEL, mixed_plan(MODEL, 3), tmp_path) as (executor, _):
+        executor.train_step(BATCH, 1e-3)
+
+        def refuse(*_: object, **__: object) -> None:
+            raise AssertionError("done again")
+
+        monkeypatch.setattr(Plan, "model_dump_json", refuse)
+        monkeypatch.setattr(walk, "prepare", refuse)
+        executor.train_step(BATCH, 1e-3)
 
 
 def peak_bytes(model: ModelTemplate, rows: int, microbatches: int, folder: pathlib.Path) -> int:

@@ -35,31 +35,33 @@ def test_every_kernel_lowers_for_cuda(family: str, tied: bool, dtype: str, token
     x_BTD = _shape(ROWS, TOKENS, spec.hidden_size, dtype=dtype)
     row_BT = _shape(ROWS, TOKENS, dtype="int32")
     batch = DeviceBatch(row_BT, row_BT, _shape(ROWS, TOKENS, dtype="bool"), row_BT, row_BT)
-    halves = ("uint16",) if dtype == "bfloat16" else ("uint16", "int16")
+    halves = ("bfloat16",) if dtype == "bfloat16" else ("uint16", "int16")
 
     def slab(kind: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return tuple(_shape(slab_layout(kind.parameters).length, dtype=half) for half in halves)
 
-    def accumulator(kind: Any) -> jax.ShapeDtypeStruct:
-        return _shape(slab_layout(kind.parameters).length, dtype="float32")
+    def given(kind: Any) -> Any:
+        return jax.eval_shape(kernels.unpack(kind), slab(kind))
 
+    accumulator = kernels.gathering.shapes
     embed, head = template.kind(0), template.kind(len(spec.layers) - 1)
-    table = (slab(embed), accumulator(embed)) if tied else (None, None)
+    table = (given(embed), accumulator(embed)) if tied else (None, None)
     with for_accelerator():
-        _lower(kernels.forward(embed, ()), slab(embed), row_BT, batch.context)
+        _lower(kernels.forward(embed, ()), given(embed), row_BT, batch.context)
         for kind in template.kinds.values():
             if kind in (embed, head):
                 continue
+            _lower(kernels.unpack(kind), slab(kind))
             for saved in ((), kind.residual_names):
-                _lower(kernels.forward(kind, saved), slab(kind), x_BTD, batch.context)
-                residuals = jax.eval_shape(kernels.forward(kind, saved), slab(kind), x_BTD, batch.context)[1]
+                _lower(kernels.forward(kind, saved), given(kind), x_BTD, batch.context)
+                residuals = jax.eval_shape(kernels.forward(kind, saved), given(kind), x_BTD, batch.context)[1]
                 backward = kernels.backward(kind, saved, True, False)
-                _lower(backward, accumulator(kind), slab(kind), x_BTD, batch.context, residuals, x_BTD)
+                _lower(backward, accumulator(kind), given(kind), x_BTD, batch.context, residuals, x_BTD)
         for last in (False, True):
             _lower(kernels.embed_backward(True, last), accumulator(embed), row_BT, x_BTD)
             _lower(
-                kernels.loss(True, last), accumulator(head), table[1], slab(head), table[0], x_BTD, batch,
+                kernels.loss(True, last), accumulator(head), table[1], given(head), table[0], x_BTD, batch,
                 _shape(dtype="float32"),
             )  # fmt: skip
-        _lower(kernels.evaluation_loss(), slab(head), table[0], x_BTD, batch)
-        _lower(kernels.logits(), slab(head), table[0], x_BTD, batch.context)
+        _lower(kernels.evaluation_loss(), given(head), table[0], x_BTD, batch)
+        _lower(kernels.logits(), given(head), table[0], x_BTD, batch.context)
