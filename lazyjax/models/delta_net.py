@@ -11,6 +11,8 @@ tokens: everything inside a chunk is a batched matrix product, and only the stat
 of chunks depend on each other (section 3.3 there, and Yang et al. 2024, Parallelizing Linear
 Transformers with the Delta Rule, section 3).
 
+`lazyjax.models.delta_states` has that part.
+
 All arithmetic is float32. Exponentials are taken of sums of log decays between two tokens, which
 are never positive, and are masked before they are taken. Axes: see the legend in
 `lazyjax.models.layers`.
@@ -20,14 +22,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-CHUNK_TOKENS = 64
+from lazyjax.models.delta_states import states_through_chunks
 
-#: Triangular blocks up to this size are inverted by a power series: its terms stay below
-#: binomial(7, 3) = 35 times the entries, so that float32 does not cancel.
-_SERIES_SIZE = 8
+CHUNK_TOKENS = 64
 
 
 def segment_starts(segment_ids_BT: Int32[Array, "B T"]) -> Bool[Array, "B T"]:
@@ -93,9 +92,9 @@ def chunked_gated_delta_rule(
     """The rule in chunks of 64 tokens, for any T: equal to `recurrent_gated_delta_rule`.
 
     Inside a chunk, with d_ij the decay from token j to token i (0 across segments) and n_i what
-    token i finally writes, n = beta v - N n - (terms of the state before the chunk), where
-    N_ij = beta_i d_ij k_i.k_j for j < i. With X = (I + N)^-1, computed once, n = u - w S for
-    u = X (beta v) and w = X (beta k, decayed from the chunk's start).
+    token i finally writes, n = beta v - N n - beta d_i (k_i S), where N_ij = beta_i d_ij k_i.k_j for j < i,
+    S is the state before the chunk and d_i the decay from there to token i. `lazyjax.models.delta_states`
+    solves this chunk after chunk; the rest is products inside chunks, of all chunks at once.
 
     The states before each chunk are named `delta_states`.
     """
@@ -115,9 +114,7 @@ def gated_delta_rule_from(
 
     Differentiable, also with respect to the state.
     """
-    out_BTKGF, borders = _chunked(q_BTKE, k_BTKE, v_BTKGF, g_BTKG, beta_BTKG, segment_ids_BT, s_BKGEF)
-    kept, k, u, w, before = (part[-1] for part in borders)
-    return out_BTKGF, _next_border(before, kept, k, u, w)
+    return _chunked(q_BTKE, k_BTKE, v_BTKGF, g_BTKG, beta_BTKG, segment_ids_BT, s_BKGEF)
 
 
 def continued_gated_delta_rule(
@@ -165,8 +162,8 @@ def _chunked(
     beta_BTKG: Array,
     segment_ids_BT: Array,
     start_BKGEF: Array | None,
-) -> tuple[Array, tuple[Array, ...]]:
-    """Outputs, and by chunk what leads from the state before it to the next: kept, k, u, w, state.
+) -> tuple[Array, Array]:
+    """Outputs, and the state behind the last token.
 
     `start_BKGEF` is the state that the first segment continues; None: all segments start empty.
     """
@@ -198,26 +195,36 @@ def _chunked(
     )
     kept_CBKG = _masked_exp(total_CBKGL[..., -1:], last_CB1 == before_CB1)[..., 0]
 
-    similar_CBKLL = jnp.einsum("cbkie,cbkje->cbkij", k_CBKLE, k_CBKLE)
+    # Keys and queries together: both meet the keys, and both read the states.
+    both_CBKXE = jnp.concatenate([k_CBKLE, q_CBKLE], axis=-2)
+    pairs_CBKXL = jnp.einsum("cbkxe,cbkje->cbkxj", both_CBKXE, k_CBKLE)
+    similar_CBKLL, attention_CBKLL = jnp.split(pairs_CBKXL, 2, axis=-2)
     system_CBKGLL = jnp.where(
         causal_LL & ~jnp.eye(CHUNK_TOKENS, dtype=jnp.bool_),
         beta_CBKGL[..., None] * similar_CBKLL[:, :, :, None] * decay_CBKGLL,
         0.0,
     )
-    k_CBKGLE = k_CBKLE[:, :, :, None]
-    inverse_CBKGLL = inverse_of_unit_triangular(system_CBKGLL)
-    u_CBKGLF = inverse_CBKGLL @ (beta_CBKGL[..., None] * v_CBKGLF)
-    w_CBKGLE = inverse_CBKGLL @ ((beta_CBKGL * from_start_CBKGL)[..., None] * k_CBKGLE)
-    borders = (kept_CBKG, to_end_CBKGL[..., None] * k_CBKGLE, u_CBKGLF, w_CBKGLE)
-    s_CBKGEF = border_states(*borders) if start_BKGEF is None else _states_from(start_BKGEF, *borders)
-
-    written_CBKGLF = u_CBKGLF - w_CBKGLE @ s_CBKGEF
-    attention_CBKLL = jnp.einsum("cbkie,cbkje->cbkij", q_CBKLE, k_CBKLE)
-    out_CBKGLF = (attention_CBKLL[:, :, :, None] * decay_CBKGLL) @ written_CBKGLF
-    out_CBKGLF += (from_start_CBKGL[..., None] * q_CBKLE[:, :, :, None]) @ s_CBKGEF
+    if start_BKGEF is None:
+        rows, heads, groups = v_CBKGLF.shape[1:4]
+        start_BKEGF = jnp.zeros(
+            (rows, heads, k_CBKLE.shape[-1], groups, v_CBKGLF.shape[-1]), jnp.float32
+        )
+    else:
+        start_BKEGF = jnp.swapaxes(start_BKGEF, 2, 3)
+    written_CBKGLF, read_CBKLGF, end_BKEGF = states_through_chunks(
+        system_CBKGLL,
+        both_CBKXE,
+        beta_CBKGL[..., None] * v_CBKGLF,
+        beta_CBKGL * from_start_CBKGL,
+        to_end_CBKGL,
+        kept_CBKG,
+        start_BKEGF,
+    )
+    within_CBKGLF = (attention_CBKLL[:, :, :, None] * decay_CBKGLL) @ written_CBKGLF
+    out_CBKGLF = within_CBKGLF + from_start_CBKGL[..., None] * jnp.swapaxes(read_CBKLGF, -3, -2)
     out_BCLKGF = jnp.transpose(out_CBKGLF, (1, 0, 4, 2, 3, 5))
     out_BTKGF = out_BCLKGF.reshape(*out_BCLKGF.shape[:1], -1, *out_BCLKGF.shape[3:])[:, :tokens]
-    return out_BTKGF, (*borders, s_CBKGEF)
+    return out_BTKGF, jnp.swapaxes(end_BKEGF, 2, 3)
 
 
 def _chunk(x: Array, padding: int, *, heads: int, mode: str = "constant") -> Array:
@@ -246,102 +253,3 @@ def _masked_exp(exponent: Array, mask: Array) -> Array:
     heads = exponent.ndim - mask.ndim
     mask = jnp.expand_dims(mask, tuple(range(2, 2 + heads)))
     return jnp.exp(jnp.where(mask, exponent, -jnp.inf))
-
-
-@jax.custom_jvp
-def inverse_of_unit_triangular(n_LL: Float32[Array, "*batch L L"]) -> Float32[Array, "*batch L L"]:
-    """(I + N)^-1 for strictly lower triangular N, L a power of two.
-
-    Halves are inverted together and joined, [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]],
-    down to blocks of 8, which are inverted by their finite power series. This is as accurate as
-    forward substitution, and made of matrix products only; they run in full float32, for errors
-    made here reach every later token of the chunk.
-    """
-    return _invert(n_LL)
-
-
-def _invert(n_LL: Array) -> Array:
-    size = n_LL.shape[-1]
-    if size <= _SERIES_SIZE:
-        identity = jnp.eye(size, dtype=n_LL.dtype)
-        inverse, power, terms = identity - n_LL, n_LL, 2
-        while terms < size:
-            power = _product(power, power)
-            inverse = _product(inverse, identity + power)
-            terms *= 2
-        return inverse
-    half = size // 2
-    diagonal = jnp.stack([n_LL[..., :half, :half], n_LL[..., half:, half:]])
-    first, second = _invert(diagonal)
-    corner = -_product(_product(second, n_LL[..., half:, :half]), first)
-    upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-    return jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
-
-
-def _product(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-
-
-@inverse_of_unit_triangular.defjvp
-def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    inverse = _invert(*primals)
-    return inverse, -_product(_product(inverse, tangents[0]), inverse)
-
-
-@jax.custom_vjp
-def border_states(
-    kept_CBKG: Float32[Array, "C B K G"],
-    k_CBKGLE: Float32[Array, "C B K G L E"],
-    u_CBKGLF: Float32[Array, "C B K G L F"],
-    w_CBKGLE: Float32[Array, "C B K G L E"],
-) -> Float32[Array, "C B K G E F"]:
-    """The state before each chunk: S_0 = 0, S_c+1 = kept_c S_c + k_c^T (u_c - w_c S_c).
-
-    This is all that is sequential. Its backward pass is written out, for then the states are the
-    only thing it needs that is not at hand: whoever keeps `delta_states` [B, C, K, G, E, F] never
-    runs the sequence again.
-    """
-    return _named_states(kept_CBKG, k_CBKGLE, u_CBKGLF, w_CBKGLE)
-
-
-def _named_states(kept: Array, k: Array, u: Array, w: Array) -> Array:
-    empty = jnp.zeros((*k.shape[1:4], k.shape[-1], u.shape[-1]), jnp.float32)
-    states = _states_from(empty, kept, k, u, w)
-    return jnp.moveaxis(checkpoint_name(jnp.moveaxis(states, 0, 1), "delta_states"), 1, 0)
-
-
-def _states_from(start: Array, kept: Array, k: Array, u: Array, w: Array) -> Array:
-    """The state before each chunk, `start` before the first."""
-    _, states = jax.lax.scan(lambda s, chunk: (_next_border(s, *chunk), s), start, (kept, k, u, w))
-    return states
-
-
-def _next_border(s: Array, kept: Array, k: Array, u: Array, w: Array) -> Array:
-    return kept[..., None, None] * s + jnp.matrix_transpose(k) @ (u - w @ s)
-
-
-def _border_states_forward(kept: Array, k: Array, u: Array, w: Array) -> tuple[Array, tuple[Array, ...]]:
-    states = _named_states(kept, k, u, w)
-    return states, (kept, k, u, w, states)
-
-
-def _border_states_backward(saved: tuple[Array, ...], gradient: Array) -> tuple[Array, ...]:
-    kept, k, u, w, states = saved
-
-    def step(after: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-        kept, k, w, direct = chunk
-        before = direct + kept[..., None, None] * after - jnp.matrix_transpose(w) @ (k @ after)
-        return before, after
-
-    # `after`: gradient of the state behind the chunk.
-    _, after = jax.lax.scan(step, jnp.zeros_like(states[0]), (kept, k, w, gradient), reverse=True)
-    written_gradient = k @ after
-    return (
-        jnp.sum(states * after, axis=(-2, -1)),
-        (u - w @ states) @ jnp.matrix_transpose(after),
-        written_gradient,
-        -written_gradient @ jnp.matrix_transpose(states),
-    )
-
-
-border_states.defvjp(_border_states_forward, _border_states_backward)
