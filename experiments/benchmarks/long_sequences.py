@@ -41,6 +41,7 @@ from lazyjax.optim.host8bit import Hybrid8bit
 from lazyjax.planning.costs.layers import CallShape, kind_inputs
 from lazyjax.planning.costs.seconds import model_flops
 from lazyjax.planning.plan.baselines import recompute_all
+from lazyjax.planning.planner.feasibility import feasible
 from lazyjax.planning.planner.request import build_request
 from lazyjax.planning.planner.service import InfeasibleError, solve_cached, verify_for
 from lazyjax.storage.host import allocate_host_store
@@ -133,22 +134,20 @@ def plans(seconds: float = 10.0) -> None:
 
 
 def _plan_cells(model: str, hardware: str, tokens: int, seconds: float) -> str:
-    """The fastest of whole rows and two chunk lengths, for the most rows of 2^n that fit."""
+    """The planner's plan for the most rows of 2^n that fit, up to 2^19 tokens."""
     template, profile = build_template(architecture(model)), load_profile(hardware)
-    for rows in (2**power for power in range(max(0, (2**20 // tokens).bit_length() - 1), -1, -1)):
-        found = []
-        for width in (None, 16384, 4096):
-            if width is not None and width >= tokens:
-                continue
-            request = build_request(template.in_chunks(width), profile, rows=rows, sequence_length=tokens)
-            with contextlib.suppress(InfeasibleError):
-                plan, _ = solve_cached(request, None, time_limit_seconds=seconds)
-                found.append((verify_for(request, plan).simulation.period_seconds, width, request, plan))
-        if found:
-            period, width, request, plan = min(found, key=lambda entry: entry[0])
+    for rows in (2**power for power in range(max(0, (2**19 // tokens).bit_length() - 1), -1, -1)):
+        request = build_request(template, profile, rows=rows, sequence_length=tokens)
+        if not feasible(request):
+            continue
+        with contextlib.suppress(InfeasibleError):
+            plan, _ = solve_cached(request, None, time_limit_seconds=seconds)
+            request = request.at(plan)
+            period = verify_for(request, plan).simulation.period_seconds
             useful = model_flops(template.spec, rows, tokens) / period / 1e12
             executed = _executed_flops(request, plan) / period / 1e12
-            return f"{rows} | {width or 'whole row'} | {period:.1f} | {useful:.0f} | {executed:.0f}"
+            chunk = plan.token_chunk or "whole row"
+            return f"{rows} | {chunk} | {period:.1f} | {useful:.0f} | {executed:.0f}"
     return "none fits | | | |"
 
 

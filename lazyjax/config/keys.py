@@ -293,8 +293,8 @@ class PlanConfig(_Group):
         interlayer_home: where activations wait between a layer and the next.
         keep_residuals: whether the `milp` planner may keep tensors inside blocks for the backward pass;
             without them, all but the blocks' inputs is computed again.
-        token_chunk: tokens of a row that a block computes at a time; left out, the whole row. For rows so
-            long that a block's working memory does not fit.
+        token_chunk: tokens of a row that a block computes at a time; left out, the `milp` planner decides it
+            where rows are longer than 8192 tokens, and else it is the whole row.
         devices: how many share every batch and every slab.
         nvme_folder: a folder on an NVMe drive; without one, plans use host memory instead.
         hardware: what the `milp` planner knows of the machine: `calibrate` measures this one and times

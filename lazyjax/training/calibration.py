@@ -22,7 +22,7 @@ from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning.costs.bare import without_residuals
 from lazyjax.planning.costs.probes import block_shapes, update_probe
 from lazyjax.planning.costs.seconds import Costs, template_costs
-from lazyjax.planning.planner.question import CostModel, Request
+from lazyjax.planning.planner.question import CostModel, Request, Tables
 from lazyjax.planning.planner.request import build_request
 from lazyjax.training.status import say, stage
 from lazyjax.training.timed_costs import (
@@ -73,7 +73,10 @@ def make_request(
         return request
     # The request has checked that the batch can be split at all: now there are sizes to time.
     costs = _timed_costs(config, template, profile, kernels, console, microbatches)
-    return _as_allowed(config, dataclasses.replace(request, costs=costs))
+    if costs is None:
+        return request
+    # Kernels of other chunks of tokens were not timed.
+    return _as_allowed(config, dataclasses.replace(request, costs=costs, chunked=None))
 
 
 def profile_request(
@@ -103,15 +106,29 @@ def _as_allowed(config: Config, request: Request) -> Request:
     """The request, without the choices that a configuration takes from the planner."""
     if config.plan.keep_residuals:
         return request
-    whole = request.costs
 
-    @functools.cache
-    def costs(microbatch_rows: int) -> CostModel:
-        found = whole(microbatch_rows)
-        assert isinstance(found, Costs)
-        return without_residuals(found)
+    def bare(whole: Callable[[int], CostModel]) -> Callable[[int], CostModel]:
+        @functools.cache
+        def costs(microbatch_rows: int) -> CostModel:
+            found = whole(microbatch_rows)
+            assert isinstance(found, Costs)
+            return without_residuals(found)
 
-    return dataclasses.replace(request, costs=costs, identity=f"{request.identity} without residuals")
+        return costs
+
+    chunked = request.chunked
+
+    def bare_chunked(width: int) -> Tables:
+        assert chunked is not None
+        sizes, costs = chunked(width)
+        return Tables(sizes, bare(costs))
+
+    return dataclasses.replace(
+        request,
+        costs=bare(request.costs),
+        chunked=None if chunked is None else functools.cache(bare_chunked),
+        identity=f"{request.identity} without residuals",
+    )
 
 
 def measured_profile(
@@ -150,8 +167,8 @@ def _timed_costs(
     kernels: Kernels | None,
     console: Console | None,
     microbatches: int | None,
-) -> Callable[[int], Costs]:
-    """Rows of a microbatch -> costs; kernels are timed at once, of one size or two."""
+) -> Callable[[int], Costs] | None:
+    """Rows of a microbatch -> costs, from kernels of one size or two, timed now; None: rates have to do."""
     if template.token_chunk is not None:
         # The run's kernels belong to the whole template; those of chunks are timed by themselves.
         kernels = None
@@ -178,7 +195,7 @@ def _timed_costs(
             f"timing this model's kernels would take about {expected:.0f} s: their times follow from the "
             "rates of this machine instead (plan.hardware calibrate times them all the same)",
         )
-        return predicted
+        return None
     with stage(console, f"calibrating: timing kernels of microbatches of {words} rows") as advance:
         timed = time_kernels(predicted, kernels, sizes, rows=rows, advance=advance)
 

@@ -60,8 +60,8 @@ def choose(
         template = template.in_chunks(config.plan.token_chunk)
         request = make_request(config, template, kernels, console, microbatches=config.plan.microbatches)
         plan = _solve(config, dataclasses.replace(request, **given_fields(config)), console)
-        _check_runs(plan, config, template)
-        return Choice(plan, request)
+        _check_runs(plan, config, template.in_chunks(plan.token_chunk))
+        return Choice(plan, request.at(plan))
     if known is None:
         plan = fixed_plan(config, template)
     else:
@@ -77,7 +77,7 @@ def choose(
     request = make_request(config, template, kernels, console, microbatches=plan.microbatches)
     if predicts:
         plan = plan.model_copy(update={"prediction": predict(request, plan)})
-    return Choice(plan, request if replans else None)
+    return Choice(plan, request.at(plan) if replans else None)
 
 
 def is_solved(config: Config) -> bool:

@@ -327,3 +327,55 @@ def printed(renderable):
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(renderable)
     return console.export_text()
+
+
+LONG = 65536
+
+
+def long_request(device_bytes, **changes):
+    """One row of 65,536 tokens of a tiny model."""
+    made = build_request(
+        template("qwen2", tied=False), load_profile("rtx3090"), rows=1, sequence_length=LONG, nvme_bytes=0,
+        device_bytes=device_bytes,
+    )  # fmt: skip
+    return dataclasses.replace(made, **changes)
+
+
+def test_chunks_of_a_row_are_a_decision_where_a_microbatch_is_one_long_row(request_):
+    assert {setting.token_chunk for setting in settings_of(request_)} == {None}
+    request = long_request(10**9)
+    assert {setting.token_chunk for setting in settings_of(request)} == {None, 32768, 8192, 2048}
+    several = dataclasses.replace(request, rows=4)
+    cut = {s.microbatches for s in settings_of(several) if s.token_chunk is not None}
+    assert cut == {4}
+    fixed = build_request(
+        template("qwen2", tied=False).in_chunks(512), load_profile("rtx3090"), rows=1, sequence_length=LONG
+    )
+    assert {setting.token_chunk for setting in settings_of(fixed)} == {512}
+
+
+def test_the_planner_cuts_a_row_that_does_not_fit_whole():
+    """Where the whole row does not fit, chunks do; the plan answers the question with its chunk fixed."""
+    roomy = find_plan(long_request(10**10), time_limit_seconds=LIMIT).plan
+    assert roomy.token_chunk is None
+    whole = dataclasses.replace(long_request(10**10), chunked=None)
+    least = 10**10 - 1
+    low = 0
+    while least - low > 10**6:
+        middle = (least + low) // 2
+        if feasible(dataclasses.replace(whole, capacity={**whole.capacity, Tier.DEVICE: middle})):
+            least = middle
+        else:
+            low = middle
+    tight = long_request(int(0.9 * low))
+    with pytest.raises(InfeasibleError):
+        solve_cached(dataclasses.replace(tight, chunked=None), None, time_limit_seconds=LIMIT)
+    plan, found = solve_cached(tight, None, time_limit_seconds=LIMIT)
+    assert plan.token_chunk in (32768, 8192, 2048)
+    assert found.gap <= 0.02
+    own = tight.at(plan)
+    assert own.made_for["token_chunk"] == plan.token_chunk
+    period = verify_for(own, plan).period_seconds
+    assert period == verify_for(tight, plan).period_seconds
+    assert period == pytest.approx(plan.prediction.period_seconds, rel=1e-9)
+    assert request_key(tight) != request_key(own)

@@ -90,9 +90,10 @@ def plan_command(arguments: Sequence[str]) -> None:
     if options.plan is not None:
         plan = load_plan(options.plan)
         check_batch(plan, request, str(options.plan))
-        asked = {key: value for key, value in request.made_for.items() if key != "device"}
+        undecided = {"device"} if request.chunked is None else {"device", "token_chunk"}
+        asked = {key: value for key, value in request.made_for.items() if key not in undecided}
         check_made_for(plan, asked, str(options.plan))
-        validate_plan(plan, template.spec, residual_names(request))
+        validate_plan(plan, template.spec, residual_names(request.at(plan)))
     else:
         folder = None if options.no_cache else cache.default_folder()
         plan, found = solve_cached(
@@ -105,6 +106,8 @@ def plan_command(arguments: Sequence[str]) -> None:
         )
         if found is None:
             console.print("[dim]solved before: from the cache[/dim]", highlight=False)
+    key = request_key(request)
+    request = request.at(plan)
     verification = verify_for(request, plan)
     if options.out is not None:
         plan.save(options.out)
@@ -129,7 +132,7 @@ def plan_command(arguments: Sequence[str]) -> None:
         console.print(explain(request, plan, options.explain))
     written = options.out
     if written is None and options.plan is None and not options.no_cache:
-        written = cache.path_of(cache.default_folder(), request_key(request))
+        written = cache.path_of(cache.default_folder(), key)
     if written is not None and written.exists():
         console.print(f"plan: {written}", soft_wrap=True, highlight=False)
 

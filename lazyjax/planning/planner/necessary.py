@@ -6,7 +6,9 @@ meets them may still not fit.
 
 from __future__ import annotations
 
-from lazyjax.planning.planner.question import Request
+import dataclasses
+
+from lazyjax.planning.planner.question import Request, settings_of
 from lazyjax.planning.program.operations import Action, ModelSizes
 from lazyjax.specs import Tier
 
@@ -14,13 +16,21 @@ from lazyjax.specs import Tier
 def necessary_shortfall(request: Request, microbatch_rows: int | None = None) -> dict[Tier, int]:
     """Bytes missing per tier for certain; empty where these conditions hold.
 
+    Where the token chunk is open, those of the chunk that needs least.
+
     Args:
         microbatch_rows: of one microbatch; by default as few as can be.
     """
+    if request.chunked is not None:
+        settings = settings_of(dataclasses.replace(request, microbatches=_finest(request)))
+        fixed = {setting.token_chunk: request.at(setting) for setting in settings}
+        return min(
+            (necessary_shortfall(question, microbatch_rows) for question in fixed.values()),
+            key=lambda missing: sum(missing.values()),
+        )
     rows = microbatch_rows
     if rows is None:
-        count = request.microbatches or request.rows // request.devices
-        rows = -(-request.rows // count)
+        rows = -(-request.rows // _finest(request))
     sizes = request.sizes(rows)
     host, nvme = request.capacity[Tier.HOST], request.capacity[Tier.NVME]
     state = sum(layer.state_bytes for layer in sizes.layers)
@@ -35,6 +45,10 @@ def necessary_shortfall(request: Request, microbatch_rows: int | None = None) ->
         Tier.HOST: needed[Tier.HOST] - host,
     }
     return {tier: size for tier, size in missing.items() if size > 0}
+
+
+def _finest(request: Request) -> int:
+    return request.microbatches or request.rows // request.devices
 
 
 def _least_device_bytes(request: Request, sizes: ModelSizes, rows: int) -> int:

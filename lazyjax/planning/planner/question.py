@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from lazyjax.planning.costs.layers import SaveSet
 from lazyjax.planning.plan.document import LayerPlan, Plan, PlanError, leaves_one_empty
@@ -27,6 +27,8 @@ Update = Literal["deferred", "immediate"]
 _USUAL_TOKENS = 8192
 #: Rows of padding per row that microbatches of an awkward batch may need.
 _MOST_PADDING = 1 / 8
+#: Chunks of a row's tokens that are considered where a microbatch is one row of more tokens than the first.
+_TOKEN_CHUNKS = (32768, 8192, 2048)
 #: Layers per segment that the search considers.
 LONGEST_SEGMENT = 4
 
@@ -52,6 +54,13 @@ class CostModel(Protocol):
         ...
 
 
+class Tables(NamedTuple):
+    """Bytes and costs by the rows of a microbatch, as in `Request`."""
+
+    sizes: Callable[[int], ModelSizes]
+    costs: Callable[[int], CostModel]
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What is to be planned.
@@ -64,6 +73,8 @@ class Request:
         capacity: bytes that may be used per tier; an NVMe capacity of 0 closes that tier.
         static_host_bytes: masters and gradients.
         microbatches, prefetch, backward_prefetch, interlayer_home, update: fixed where given.
+        token_chunk: tokens of a row that blocks compute at a time, in `sizes` and `costs`; None: all of them.
+        chunked: for the search to decide that: other chunks -> sizes and costs. None: it is fixed.
         devices: that share every batch and slab; sizes are those of one.
         identity: digest of model and costs, for the cache.
         made_for: what a plan records of all this (see `Plan`).
@@ -81,6 +92,8 @@ class Request:
     backward_prefetch: int | None = None
     interlayer_home: InterlayerHome | None = None
     update: Update | None = None
+    token_chunk: int | None = None
+    chunked: Callable[[int], Tables] | None = None
     devices: int = 1
     identity: str = ""
     made_for: Mapping[str, str | int | None] = dataclasses.field(default_factory=dict)
@@ -105,6 +118,26 @@ class Request:
                 f"microbatches: {count} have {each} rows each, "
                 f"which {self.devices} devices cannot share equally"
             )
+
+
+    def at(self, plan: Plan) -> Request:
+        """The question with the plan's token chunk fixed."""
+        if self.chunked is None:
+            return self
+        if plan.token_chunk is None or plan.token_chunk == self.token_chunk:
+            return dataclasses.replace(self, chunked=None)
+        sizes, costs = self.chunked(plan.token_chunk)
+        made_for = {**self.made_for, "token_chunk": plan.token_chunk}
+        return dataclasses.replace(
+            self, sizes=sizes, costs=costs, token_chunk=plan.token_chunk, chunked=None, made_for=made_for
+        )
+
+    def token_chunks(self, microbatch_rows: int) -> tuple[int | None, ...]:
+        """Chunks to consider, whole rows first: rows that can be cut into microbatches need none."""
+        if self.chunked is None or microbatch_rows > self.devices:
+            return (self.token_chunk,)
+        shorter = [width for width in _TOKEN_CHUNKS if width < self.sequence_length]
+        return (None, *shorter) if self.sequence_length > _TOKEN_CHUNKS[1] else (None,)
 
 
 def microbatch_counts(rows: int, devices: int = 1) -> tuple[int, ...]:
@@ -149,16 +182,17 @@ def settings_of(request: Request) -> list[Plan]:
     layers = tuple(LayerPlan() for _ in request.spec.layers)
     return [
         Plan(
-            model=request.spec.name, architecture=request.spec.architecture, **request.made_for,
+            model=request.spec.name, architecture=request.spec.architecture,
+            **{**request.made_for, "token_chunk": width},
             planner="milp", rows=request.rows,
             sequence_length=request.sequence_length, microbatches=count, prefetch=forward,
             backward_prefetch=backward, reload_ahead=min(2, count), interlayer_home=interlayer_home,
             update=update, layers=layers,
         )
-        for interlayer_home, count, (forward, backward) in itertools.product(
-            interlayer_homes, counts, dict.fromkeys(prefetches)
-        )
+        for interlayer_home, count in itertools.product(interlayer_homes, counts)
         if not (interlayer_home == "host" and count == 1)
+        for width in request.token_chunks(-(-request.rows // count))
+        for forward, backward in dict.fromkeys(prefetches)
     ]  # fmt: skip
 
 
@@ -169,6 +203,7 @@ def problem_of(request: Request, settings: Plan, *, lean: bool = False) -> Probl
         lean: nothing is kept inside layers and no slab stays: what matters to whether anything fits.
     """
     rows = settings.microbatch_rows
+    request = request.at(settings)
     costs, sizes = request.costs(rows), request.sizes(rows)
     below = [link.lower for link in LINKS[1:] if request.capacity[link.lower] > 0]
     has_state = any(layer.state_bytes for layer in sizes.layers)

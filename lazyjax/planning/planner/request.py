@@ -12,7 +12,7 @@ from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning.costs.seconds import Costs, static_host_bytes, template_costs
 from lazyjax.planning.plan.cache import content_key
-from lazyjax.planning.planner.question import CostModel, Request
+from lazyjax.planning.planner.question import CostModel, Request, Tables
 from lazyjax.planning.program.schedule import ModelSizes
 from lazyjax.specs import Tier
 
@@ -37,28 +37,35 @@ def build_request(
     Args:
         optimizer: name of the host optimizer, for the size of its state and its speed.
         device_bytes, host_bytes, nvme_bytes: instead of the profile's capacities.
-        costs: rows of a microbatch -> costs; by default from the profile's rates.
+        costs: rows of a microbatch -> costs; by default from the profile's rates. Where neither they nor the
+            template say otherwise, the token chunk is open.
         identity: names `costs` in the cache's key, where they are not the profile's.
     """
     spec, devices = template.spec, profile.devices
     made = make_host_optimizer(optimizer, threads=1, path="pure")
 
     @functools.cache
-    def profile_costs(microbatch_rows: int) -> Costs:
-        return template_costs(
-            template,
-            profile,
-            rows=microbatch_rows,
-            sequence_length=sequence_length,
-            optimizer=made,
-            compute_dtype=compute_dtype,
-            gradient_dtype=gradient_dtype,
-        )
+    def tables(width: int | None) -> Tables:
+        @functools.cache
+        def profile_costs(microbatch_rows: int) -> Costs:
+            return template_costs(
+                template.in_chunks(width),
+                profile,
+                rows=microbatch_rows,
+                sequence_length=sequence_length,
+                optimizer=made,
+                compute_dtype=compute_dtype,
+                gradient_dtype=gradient_dtype,
+            )
 
-    @functools.cache
-    def sizes(microbatch_rows: int) -> ModelSizes:
-        return _share(profile_costs(microbatch_rows).sizes, devices)
+        @functools.cache
+        def sizes(microbatch_rows: int) -> ModelSizes:
+            return _share(profile_costs(microbatch_rows).sizes, devices)
 
+        return Tables(sizes, profile_costs)
+
+    sizes, profile_costs = tables(template.token_chunk)
+    is_open = costs is None and template.token_chunk is None
     capacity = {
         Tier.DEVICE: profile.device_bytes if device_bytes is None else device_bytes,
         Tier.HOST: (profile.host_bytes if host_bytes is None else host_bytes) // devices,
@@ -79,6 +86,8 @@ def build_request(
         costs=profile_costs if costs is None else costs,
         capacity=capacity,
         static_host_bytes=static_host_bytes(spec, gradient_dtype=gradient_dtype, devices=devices) // devices,
+        token_chunk=template.token_chunk,
+        chunked=tables if is_open else None,
         devices=devices,
         identity=content_key(facts),
         made_for={
@@ -108,6 +117,7 @@ def request_key(request: Request) -> str:
         "sequence_length": request.sequence_length,
         "capacity": {tier.value: size for tier, size in request.capacity.items()},
     }
+    content["token_chunk_is_open"] = request.chunked is not None
     for field in ("microbatches", "prefetch", "backward_prefetch", "interlayer_home", "update"):
         content[field] = getattr(request, field)
     return content_key(content)

@@ -232,7 +232,7 @@ def _relaxed_candidates(
     for settings in settings_of(request):
         if settings in [candidate.settings for candidate in known]:
             continue
-        if necessary_shortfall(request, settings.microbatch_rows):
+        if necessary_shortfall(request.at(settings), settings.microbatch_rows):
             continue
         # What fits without the detour of activations through the host does not need it.
         detour = settings.interlayer_home == "host" and request.interlayer_home is None
@@ -331,7 +331,7 @@ def _found(request: Request, search: _Search, begun: float, deadline: float) -> 
 
 def predict(request: Request, plan: Plan) -> Prediction:
     """Period and peaks of a plan at microbatch granularity."""
-    rows = plan.microbatch_rows
+    rows, request = plan.microbatch_rows, request.at(plan)
     costs, sizes = request.costs(rows), request.sizes(rows)
     schedule = build_schedule(plan, sizes)
     period = simulate(schedule, costs.operation_seconds).period_seconds
@@ -373,26 +373,34 @@ def fits(request: Request, prediction: Prediction) -> bool:
 
 
 def _coarser_one_is_better(settings: Plan, candidates: Sequence[_Candidate]) -> bool:
-    """Whether fewer microbatches fit, and their bound already rises with their number."""
+    """Whether fewer microbatches, or longer chunks, fit, and their bound already rises with their number."""
     finite = [c for c in candidates if math.isfinite(c.bound_seconds)]
     lowest = min((c.bound_seconds for c in finite), default=math.inf)
-    rising = [c.settings.microbatches for c in finite if c.bound_seconds > _TOO_FINE * lowest]
-    return any(count < settings.microbatches for count in rising)
+    rising = [_pieces(c.settings) for c in finite if c.bound_seconds > _TOO_FINE * lowest]
+    return any(pieces < _pieces(settings) for pieces in rising)
+
+
+def _pieces(settings: Plan) -> int:
+    """Parts of the batch that a layer computes one after another."""
+    chunks = 1 if settings.token_chunk is None else -(-settings.sequence_length // settings.token_chunk)
+    return settings.microbatches * chunks
 
 
 def _deeper_one_fits(settings: Plan, candidates: Sequence[_Candidate]) -> bool:
     """Whether the same setting with more slabs ahead has already been found feasible."""
     return any(
         math.isfinite(candidate.bound_seconds)
-        and (candidate.settings.interlayer_home, candidate.settings.microbatches)
-        == (settings.interlayer_home, settings.microbatches)
+        and (candidate.settings.interlayer_home, _pieces(candidate.settings))
+        == (settings.interlayer_home, _pieces(settings))
         and candidate.settings.prefetch >= settings.prefetch
         for candidate in candidates
     )
 
 
 def _name(settings: Plan) -> str:
+    chunk = "" if settings.token_chunk is None else f"{settings.token_chunk} tokens at a time, "
     return (
-        f"{settings.microbatches} microbatches, prefetch {settings.prefetch}/{settings.backward_prefetch}, "
+        f"{settings.microbatches} microbatches, {chunk}"
+        f"prefetch {settings.prefetch}/{settings.backward_prefetch}, "
         f"interlayer_home {settings.interlayer_home}"
     )

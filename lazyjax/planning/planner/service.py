@@ -87,7 +87,7 @@ def _usable(request: Request, plan: Plan) -> bool:
     if prediction is None or prediction.gap is None or not 0 <= prediction.gap <= 1:
         return False
     try:
-        validate_plan(plan, request.spec, residual_names(request))
+        validate_plan(plan, request.spec, residual_names(request.at(plan)))
         check_batch(plan, request, "cache")
         verify_for(request, plan)
     except (PlanError, VerificationError):
@@ -152,7 +152,7 @@ def _sum_that_fails(request: Request, tier: Tier, shortfall_bytes: int) -> str:
 
 def verify_for(request: Request, plan: Plan) -> Verification:
     """`verify` with what the request knows."""
-    rows = plan.microbatch_rows
+    rows, request = plan.microbatch_rows, request.at(plan)
     costs = request.costs(rows)
     return verify(
         plan,
