@@ -1,9 +1,9 @@
 """Trains a model under a plan: hands a schedule, a batch and the slabs to a walk, step by step.
 
 The executor holds no policy. It is given the schedules of its plans and walks them
-(`lazyjax.execution.walk`); handlers do the work (`device_work`, `host_work`). BufferRole remains here is
+(`lazyjax.execution.walk`); handlers do the work (`device_work`, `host_work`). Here remains
 what lasts longer than a step: the plan in use, the update that is still pending, the threads, the
-drive, and what happens after an error.
+drive, and how errors end its use.
 
 Gradients stay in their host slabs until the update, which is queued when the global norm is
 known; with deferred updates that is under the next step's forward pass.

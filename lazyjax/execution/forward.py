@@ -95,7 +95,7 @@ def microbatches_of(batch: Batch, plan: Plan, *, devices: int) -> tuple[int, int
 
 
 class _Activations:
-    """BufferRole goes from layer to layer: on the device, or on the host where the plan says so."""
+    """Activations between layers: on the device, or on the host where the plan says so."""
 
     def __init__(self, copies: Copies, plan: Plan, inputs: list[Any]) -> None:
         self._copies, self._ahead = copies, plan.reload_ahead

@@ -27,7 +27,7 @@ from lazyjax.storage.nvme import Drive
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
-    """BufferRole one training step reports.
+    """Loss, norm, counts and times of one training step.
 
     Attributes:
         loss: mean -log p over the batch's target tokens.
@@ -49,7 +49,7 @@ class StepResult:
 
 
 class Machinery(NamedTuple):
-    """BufferRole every step works with."""
+    """The parts that every step works with."""
 
     kernels: LayerKernels
     copies: Copies
