@@ -14,6 +14,7 @@ from lazyjax.planning.commands.sentences import digits
 from lazyjax.planning.plan.document import Prediction
 from lazyjax.planning.planner.request import build_request
 from lazyjax.planning.planner.service import baseline_plans, verify_for
+from lazyjax.planning.program.contention import NO_CONTENTION
 from lazyjax.runs import read_run, run_table
 from lazyjax.training.display import Display, format_step
 from lazyjax.training.metrics import EvaluationMetrics, StepMetrics
@@ -83,6 +84,8 @@ def test_a_quiet_machine_leaves_no_doubt():
 
 class FixedCosts:
     """Costs that no measurement and no change of the cost model moves."""
+
+    contention = NO_CONTENTION
 
     def operation_seconds(self, operation):
         compute = {"forward": 0.01, "recompute": 0.01, "backward": 0.03, "loss": 0.02, "update": 0.005}

@@ -3,7 +3,7 @@
     python -m experiments.benchmarks.prediction_accuracy [--blocks 5] [--rounds 9] [--output FILE.md]
 
 Nine plans of one model are simulated with kernels timed alone (`execution.calibrate`), rates
-measured on this machine and what compute loses to copies and updates on its cores, then trained.
+measured on this machine, what compute loses to copies and updates on its cores among them, then trained.
 Rounds alternate between plans and medians are compared. Expected on a quiet machine: each within
 15 %, the same order where predictions differ by more than the noise, counted device bytes within
 2 %. About five minutes on two cores. With five rounds the order of close plans may still be noise.
@@ -25,13 +25,7 @@ from experiments.benchmarks.gpu_check import random_batch, random_store
 from experiments.benchmarks.provenance import provenance
 from lazyjax.batch import Batch
 from lazyjax.execution.build import executor_of
-from lazyjax.execution.calibrate import (
-    Contention,
-    calibrate,
-    contended_period,
-    kernels_of,
-    measure_contention,
-)
+from lazyjax.execution.calibrate import calibrate, kernels_of
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.hardware.measure import MeasureOptions, measure_profile
 from lazyjax.hardware.profile import HardwareProfile, load_profile
@@ -44,7 +38,7 @@ from lazyjax.planning.costs.probes import block_shapes, update_probe
 from lazyjax.planning.costs.seconds import Costs, MeasuredKey, template_costs
 from lazyjax.planning.plan.baselines import keep_all, megatrain, recompute_all
 from lazyjax.planning.plan.document import Boundary, LayerPlan, Plan
-from lazyjax.planning.program.schedule import Action, build_schedule
+from lazyjax.planning.program.schedule import build_schedule
 from lazyjax.planning.program.simulate import simulate
 from lazyjax.specs import Tier
 
@@ -102,13 +96,11 @@ class Findings(NamedTuple):
         seconds: of each plan's steps, one median per round.
         peak_device_bytes: counted by the executor, per plan.
         costs: calibrated, per rows of a microbatch.
-        contention: medians over the rounds.
     """
 
     seconds: dict[str, list[float]]
     peak_device_bytes: dict[str, int]
     costs: dict[int, Costs]
-    contention: Contention
 
 
 def alternate(
@@ -142,11 +134,9 @@ def alternate(
         sizes = costs_at(some_profile, rows).sizes
         plans_of_size = [plan for plan in chosen.values() if plan.microbatch_rows == rows]
         keys[rows] = kernels_of([build_schedule(plan, sizes) for plan in plans_of_size], kernels)
-    backward = MeasuredKey(template.spec.layers[1].kind, Action.BACKWARD, (), False, False)
     store = random_store(template, gradient_dtype=DTYPE)
     executor = executor_of(kernels, first, store, optimizer, clip=ClipRule())
     profiles: list[HardwareProfile] = []
-    contentions: list[Contention] = []
     kernel_seconds: dict[tuple[int, MeasuredKey], list[float]] = defaultdict(list)
     step_seconds: dict[str, list[float]] = {name: [] for name in chosen}
     peak = dict.fromkeys(chosen, 0)
@@ -155,11 +145,6 @@ def alternate(
         executor.train_step(batch, RATE)  # compiles
     for _ in range(rounds):
         profiles.append(measure_profile("here", options, {optimizer_name: probe}))
-        contentions.append(
-            measure_contention(
-                kernels, backward, rows=first.microbatch_rows, sequence_length=length, update=probe(2**21)
-            )
-        )
         for rows in sizes_of_rows:
             timed = calibrate(
                 kernels, keys[rows], rows=rows, sequence_length=length, repeats=3, working_sets=False
@@ -180,9 +165,7 @@ def alternate(
         )
         for rows in sizes_of_rows
     }
-    return Findings(
-        step_seconds, peak, costs, Contention(*map(statistics.median, zip(*contentions, strict=True)))
-    )
+    return Findings(step_seconds, peak, costs)
 
 
 class Prediction(NamedTuple):
@@ -196,9 +179,10 @@ class Prediction(NamedTuple):
 def predict(plan: Plan, found: Findings) -> Prediction:
     """Simulates a plan with calibrated costs."""
     costs = found.costs[plan.microbatch_rows]
-    simulation = simulate(build_schedule(plan, costs.sizes), costs.operation_seconds)
-    contended = contended_period(simulation, found.contention)
-    return Prediction(contended, simulation.period_seconds, simulation.peak_bytes[Tier.DEVICE])
+    schedule = build_schedule(plan, costs.sizes)
+    alone = simulate(schedule, costs.operation_seconds)
+    contended = simulate(schedule, costs.operation_seconds, costs.contention)
+    return Prediction(contended.period_seconds, alone.period_seconds, alone.peak_bytes[Tier.DEVICE])
 
 
 def kendall_tau(predicted: Sequence[float], measured: Sequence[float], noise: float) -> tuple[float, int]:
@@ -218,7 +202,10 @@ def median_profile(profiles: Sequence[HardwareProfile], optimizer: str) -> Hardw
     def median(figure: str) -> float:
         return statistics.median(getattr(profile, figure) for profile in profiles)
 
-    rates = ("h2d_bytes_per_second", "d2h_bytes_per_second", "duplex_factor", "matmul_flops_per_second")
+    rates = (
+        "h2d_bytes_per_second", "d2h_bytes_per_second", "duplex_factor", "matmul_flops_per_second",
+        "update_contention", "copy_contention",
+    )  # fmt: skip
     updates = statistics.median(p.host_update_parameters_per_second[optimizer] for p in profiles)
     return profiles[0].model_copy(
         update={rate: median(rate) for rate in rates}
@@ -252,6 +239,7 @@ def main() -> None:
         low, _, high = statistics.quantiles(rounds, n=4)
         spreads.append((high - low) / 2 / measured[name])
     noise = statistics.median(spreads)
+    contention = next(iter(found.costs.values())).contention
     lines = [
         f"# Predicted and measured steps, {template.spec.parameter_count / 1e6:.1f} M parameters, "
         f"{options.rows} x {options.length} tokens, {DTYPE}",
@@ -259,7 +247,7 @@ def main() -> None:
         provenance(),
         "",
         f"Rounds: {options.rounds}. A second of host updates costs the compute beside it "
-        f"{found.contention.update:.2f} s, a second of copies {found.contention.copies:.2f} s (measured once "
+        f"{contention.updates:.2f} s, a second of copies {contention.copies:.2f} s (measured once "
         "a round, medians).",
         "",
         "| plan | simulated s, no contention | simulated s | measured s | simulated / measured "

@@ -1,13 +1,8 @@
 """Times every compiled kernel that schedules call, once, on the device in use.
 
 What comes out replaces predicted seconds and working sets in `lazyjax.planning.costs.seconds`. Kernels run
-alone: what they lose to transfers or host updates on the same memory is not in these figures. The
-simulator, too, takes its resources to be independent. On a CPU backend they are not: copies and
-updates run on the cores that compute. `measure_contention` says how much of a second of copying or
-updating is lost to the compute beside it (0: nothing, as between a GPU and its host), and
-`contended_period` adds that for all that the simulation overlaps with compute. This is a first
-order model: what copies and updates lose to each other, and how the delays shift the overlap, is
-left out.
+alone: what they lose to transfers or host updates on the same cores and memory is not in these figures
+but in the profile's contention (`lazyjax.planning.program.contention`).
 
 Axes: B rows, T tokens, D hidden, N elements of a slab.
 """
@@ -15,7 +10,6 @@ Axes: B rows, T tokens, D hidden, N elements of a slab.
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -31,8 +25,6 @@ from lazyjax.models.residuals import forward_saving
 from lazyjax.models.template import Context
 from lazyjax.planning.costs.seconds import MeasuredKey, measured_key
 from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, Action, Schedule
-from lazyjax.planning.program.simulate import Simulation
-from lazyjax.timeline import Resource
 
 
 class Calibration(NamedTuple):
@@ -100,105 +92,6 @@ def _median_seconds(kernel: Callable[..., Any], arguments: Callable[[], Any], re
         jax.block_until_ready(kernel(*given))
         times.append(time.perf_counter() - start)
     return statistics.median(times)
-
-
-class Contention(NamedTuple):
-    """Seconds that compute loses per second of host updates, or of copies, that run beside it."""
-
-    update: float
-    copies: float
-
-
-def measure_contention(
-    kernels: Kernels,
-    key: MeasuredKey,
-    *,
-    rows: int,
-    sequence_length: int,
-    update: Callable[[], object],
-    repeats: int = 3,
-) -> Contention:
-    """Runs the kernel `key` alone, and with updates or copies on another thread.
-
-    Args:
-        key: of a kernel that does not accumulate, because accumulators can be used only once.
-        update: one host update of about a layer's size.
-    """
-    kernel, arguments = _Calls(kernels, rows, sequence_length).of(key)
-    given = arguments()
-    on_device = jax.device_put(np.zeros(2**22, np.uint8), kernels.sharded)
-    pinned = kernels.sharded.with_memory_kind("pinned_host")
-
-    def compute() -> None:
-        jax.block_until_ready(kernel(*given))
-
-    def copy() -> None:
-        jax.block_until_ready(jax.device_put(on_device, pinned))
-
-    return Contention(_lost_share(compute, update, repeats), _lost_share(compute, copy, repeats))
-
-
-#: Compute against which something runs lasts about this long.
-_CONTENTION_SECONDS = 0.2
-
-
-def _lost_share(compute: Callable[[], object], beside: Callable[[], object], repeats: int) -> float:
-    def seconds_of(run: Callable[[], object], count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            run()
-        return time.perf_counter() - start
-
-    seconds_of(compute, 1), seconds_of(beside, 1)
-    calls = max(1, round(_CONTENTION_SECONDS / seconds_of(compute, 1)))
-    # Less than the compute, so that all of it has compute beside it.
-    beside_calls = max(1, round(0.6 * _CONTENTION_SECONDS / seconds_of(beside, 1)))
-    shares = []
-    for _ in range(repeats):
-        alone, other = seconds_of(compute, calls), seconds_of(beside, beside_calls)
-        thread = threading.Thread(target=seconds_of, args=(beside, beside_calls))
-        start = time.perf_counter()
-        thread.start()
-        seconds_of(compute, calls)
-        thread.join()
-        shares.append((time.perf_counter() - start - alone) / other)
-    return min(1.0, max(0.0, statistics.median(shares)))
-
-
-def contended_period(simulation: Simulation, contention: Contention) -> float:
-    """The simulated period in seconds, plus what compute loses to all that it overlaps with.
-
-    Events are folded into one period: what reaches into the next step overlaps with the beginning
-    of this one.
-    """
-    period = simulation.period_seconds
-    by_resource: dict[Resource, list[tuple[float, float]]] = {resource: [] for resource in Resource}
-    for event in simulation.timeline.events:
-        by_resource[event.resource] += _folded(event.start_seconds, event.end_seconds, period)
-    lost = {
-        Resource.CPU: contention.update, Resource.H2D: contention.copies, Resource.D2H: contention.copies
-    }  # fmt: skip
-    compute = by_resource[Resource.COMPUTE]
-    overlaps = (
-        share * max(0.0, min(end, other_end) - max(start, other_start))
-        for resource, share in lost.items()
-        for start, end in by_resource[resource]
-        for other_start, other_end in compute
-    )
-    return period + sum(overlaps)
-
-
-def _folded(start: float, end: float, period: float) -> list[tuple[float, float]]:
-    """An interval modulo the period, in pieces that do not wrap."""
-    pieces = []
-    while end > start:
-        offset = start % period
-        piece = min(end - start, period - offset)
-        pieces.append((offset, offset + piece))
-        if piece <= 0 or start + piece == start:
-            break
-        start += piece
-    return pieces
 
 
 class _Calls:

@@ -24,6 +24,7 @@ import re
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -165,11 +166,22 @@ def measure_profile(
         for figure, (value, how) in capacities(device).items():
             note(figure, value, how)
 
+    def contention() -> None:
+        compute = layer_products(options.shapes, options.compute_dtype)
+        # An optimizer's update is the same few passes over memory whichever it is: one stands for all.
+        for optimizer, probe in list(updates.items())[:1]:
+            update = probe(min(options.update_elements, _CONTENDING_ELEMENTS))
+            share = lost_share(compute, update, options.repeats)
+            note("update_contention", share, f"lost by products, per second of {optimizer} updates beside")
+        share = lost_share(compute, pinned_copy(_CONTENDING_BYTES), options.repeats)
+        note("copy_contention", share, "lost by products, per second of copies to pinned memory beside")
+
     steps: list[tuple[str, Callable[[], None]]] = [
         ("matrix products", matrices),
         ("device memory", bandwidth),
         ("host link", link),
         ("host memory and updates", host),
+        ("compute beside copies and updates", contention),
         ("NVMe", drive),
         ("capacities", memory),
     ]
@@ -336,6 +348,59 @@ def link_rates(transfer_bytes: int, repeats: int = 5, *, observe: Observer = _un
     h2d, d2h = (transfer_bytes / timed.seconds for timed in timings[:2])
     both = 2 * transfer_bytes / timings[2].seconds
     return LinkRates(h2d, d2h, min(1.0, both / (h2d + d2h)))
+
+
+#: Size of the updates and copies that run beside compute: about a layer of a small model.
+_CONTENDING_ELEMENTS, _CONTENDING_BYTES = 2**21, 2**22
+#: Compute against which something runs lasts about this long.
+_CONTENTION_SECONDS = 0.2
+
+
+def layer_products(shapes: Sequence[MatrixShape], dtype: str) -> Callable[[], object]:
+    """Runs the products of all `shapes` once, of normal values, and waits for them."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    operands = [
+        (
+            jax.random.normal(keys[0], (shape.rows, shape.inner), dtype),
+            jax.random.normal(keys[1], (shape.inner, shape.columns), dtype),
+        )
+        for shape in shapes
+    ]
+    multiply = jax.jit(lambda pairs: [x @ w for x, w in pairs])
+    return lambda: jax.block_until_ready(multiply(operands))
+
+
+def pinned_copy(size: int) -> Callable[[], object]:
+    """Copies `size` bytes from the device to pinned host memory once, and waits for that."""
+    device = jax.devices()[0]
+    source = jax.device_put(np.zeros(size, np.uint8), SingleDeviceSharding(device))
+    pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
+    return lambda: jax.block_until_ready(jax.device_put(source, pinned))
+
+
+def lost_share(compute: Callable[[], object], beside: Callable[[], object], repeats: int) -> float:
+    """Seconds that `compute` loses per second of `beside` on another thread: the median, from 0 to 1."""
+
+    def seconds_of(run: Callable[[], object], count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        return time.perf_counter() - start
+
+    seconds_of(compute, 1), seconds_of(beside, 1)
+    calls = max(1, round(_CONTENTION_SECONDS / seconds_of(compute, 1)))
+    # Less than the compute, so that all of it has compute beside it.
+    beside_calls = max(1, round(0.6 * _CONTENTION_SECONDS / seconds_of(beside, 1)))
+    shares = []
+    for _ in range(repeats):
+        alone, other = seconds_of(compute, calls), seconds_of(beside, beside_calls)
+        thread = threading.Thread(target=seconds_of, args=(beside, beside_calls))
+        start = time.perf_counter()
+        thread.start()
+        seconds_of(compute, calls)
+        thread.join()
+        shares.append((time.perf_counter() - start - alone) / other)
+    return min(1.0, max(0.0, statistics.median(shares)))
 
 
 def aligned_bytes(size: int) -> np.ndarray:

@@ -22,6 +22,7 @@ import yaml
 from lazyjax.config import UniqueKeyLoader
 
 PositiveRate = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, pydantic.Field(ge=0, le=1, allow_inf_nan=False)]
 #: Fields that describe the machine in words and therefore need no source.
 _WORDS = frozenset({"name", "device", "sources"})
 _UPDATE_KEY = "host_update_parameters_per_second"
@@ -61,6 +62,8 @@ class HardwareProfile(pydantic.BaseModel):
             threads together. What an optimizer touches over this rate is the time of its update.
         host_update_parameters_per_second: parameters updated per second by all host threads, for
             optimizers whose updates were measured.
+        update_contention, copy_contention: seconds of compute lost per second of host updates, or of
+            copies, beside it: 0 where the device has cores and memory of its own.
         host_bytes, nvme_bytes: capacities a plan may use; `nvme_bytes` 0 means no NVMe.
         nvme_read_bytes_per_second, nvme_write_bytes_per_second: sustained, past the page cache.
         devices: devices that share the work of one step.
@@ -82,6 +85,8 @@ class HardwareProfile(pydantic.BaseModel):
     duplex_factor: Annotated[float, pydantic.Field(gt=0, le=1)]
     host_bandwidth_bytes_per_second: PositiveRate
     host_update_parameters_per_second: Mapping[str, PositiveRate] = pydantic.Field(default_factory=dict)
+    update_contention: Share = 0.0
+    copy_contention: Share = 0.0
     host_bytes: ByteCount
     nvme_bytes: ByteCount = 0
     nvme_read_bytes_per_second: PositiveRate | None = None

@@ -154,7 +154,8 @@ def measured_costs(costs: Costs, schedule: Schedule, steps: Sequence[TimedStep])
 
 def _with_rates(costs: Costs, rates: Mapping[str, Sequence[float]]) -> HardwareProfile:
     """The profile with measured rates; a link's already holds what the other direction took."""
-    profile, changed = costs.profile, dict[str, Any]()
+    # What kernels took while copies and updates ran beside them holds what they lost to these.
+    profile, changed = costs.profile, dict[str, Any](update_contention=0.0, copy_contention=0.0)
     for figure in ("h2d_bytes_per_second", "d2h_bytes_per_second"):
         if figure in rates:
             changed[figure] = statistics.median(rates[figure]) / profile.duplex_factor

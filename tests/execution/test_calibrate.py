@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from lazyjax.execution import calibrate as calibration
-from lazyjax.execution.calibrate import (
-    Contention,
-    calibrate,
-    contended_period,
-    kernels_of,
-)
+from lazyjax.execution.calibrate import calibrate, kernels_of
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.hardware.profile import load_profile
 from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning.costs.seconds import measured_key, template_costs
 from lazyjax.planning.plan.baselines import keep_all, recompute_all
 from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, Action, build_schedule
-from lazyjax.planning.program.simulate import Simulation
-from lazyjax.timeline import Event, Resource, Timeline
 from tests import tiny
 
 ROWS, TOKENS = 2, 12
@@ -56,73 +46,3 @@ def test_every_kernel_of_the_schedules_is_timed_and_used(tied: bool) -> None:
         size for key, size in found.working_bytes.items() if key[:3] == (block, Action.BACKWARD, ())
     )
     assert timed.working_bytes(Action.BACKWARD, 1, ()) == expected > 0
-
-
-def _simulation(*spans: tuple[Resource, float, float], period: float) -> Simulation:
-    events = tuple(
-        Event(1, index, "x", resource, 0, 0, start, end) for index, (resource, start, end) in enumerate(spans)
-    )
-    return Simulation(period, {}, {}, Timeline("simulated", events), 1)
-
-
-def test_only_what_overlaps_with_compute_delays_it() -> None:
-    # Half of the update, all of one copy and, folded into the next period, 0.5 s of the other.
-    simulation = _simulation(
-        (Resource.COMPUTE, 0.0, 4.0),
-        (Resource.CPU, 3.0, 5.0),
-        (Resource.H2D, 1.0, 2.0),
-        (Resource.D2H, 5.0, 6.5),
-        period=6.0,
-    )
-    contention = Contention(update=0.5, copies=0.2)
-    assert contended_period(simulation, contention) == pytest.approx(6.0 + 0.5 * 1 + 0.2 * (1 + 0.5))
-    assert contended_period(simulation, Contention(0.0, 0.0)) == 6.0
-
-
-class _Clock:
-    """Time that passes only where something runs; a thread runs while its starter waits for it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        clock = self
-
-        class Thread:
-            def __init__(self, target: Callable[..., object], args: tuple[object, ...]) -> None:
-                self._run = lambda: target(*args)
-
-            def start(self) -> None:
-                self._started = clock.now
-
-            def join(self) -> None:
-                joined, clock.now = clock.now, self._started
-                self._run()
-                clock.now = max(clock.now, joined)
-
-        self.Thread = Thread
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-class _Resource:
-    """Serves one caller at a time."""
-
-    def __init__(self, clock: _Clock) -> None:
-        self._clock, self._free_at = clock, 0.0
-
-    def use(self, seconds: float) -> None:
-        self._free_at = max(self._clock.now, self._free_at) + seconds
-        self._clock.now = self._free_at
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_what_shares_a_resource_costs_its_whole_time_and_what_does_not_costs_nothing(
-    monkeypatch: pytest.MonkeyPatch, shared: bool
-) -> None:
-    clock = _Clock()
-    monkeypatch.setattr(calibration, "time", clock)
-    monkeypatch.setattr(calibration, "threading", clock)
-    device = _Resource(clock)
-    host = device if shared else _Resource(clock)
-    share = calibration._lost_share(lambda: device.use(0.02), lambda: host.use(0.03), repeats=3)
-    assert share == pytest.approx(1.0 if shared else 0.0)

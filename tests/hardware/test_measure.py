@@ -7,6 +7,7 @@ import pathlib
 import re
 import shutil
 import types
+from collections.abc import Callable
 
 import jax
 import pytest
@@ -159,3 +160,52 @@ def test_shapes_are_the_blocks_matrices() -> None:
     assert {(32, 48), (48, 32), (32, 32)} <= shapes
     assert jax.default_backend() == "cpu"
     assert all(shape.rows == 32 for shape in block_shapes(template, 32))
+
+
+class _Clock:
+    """Time that passes only where something runs; a thread runs while its starter waits for it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        clock = self
+
+        class Thread:
+            def __init__(self, target: Callable[..., object], args: tuple[object, ...]) -> None:
+                self._run = lambda: target(*args)
+
+            def start(self) -> None:
+                self._started = clock.now
+
+            def join(self) -> None:
+                joined, clock.now = clock.now, self._started
+                self._run()
+                clock.now = max(clock.now, joined)
+
+        self.Thread = Thread
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class _Resource:
+    """Serves one caller at a time."""
+
+    def __init__(self, clock: _Clock) -> None:
+        self._clock, self._free_at = clock, 0.0
+
+    def use(self, seconds: float) -> None:
+        self._free_at = max(self._clock.now, self._free_at) + seconds
+        self._clock.now = self._free_at
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_shares_a_resource_costs_its_whole_time_and_what_does_not_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    clock = _Clock()
+    monkeypatch.setattr(measure, "time", clock)
+    monkeypatch.setattr(measure, "threading", clock)
+    device = _Resource(clock)
+    host = device if shared else _Resource(clock)
+    share = measure.lost_share(lambda: device.use(0.02), lambda: host.use(0.03), repeats=3)
+    assert share == pytest.approx(1.0 if shared else 0.0)

@@ -11,6 +11,7 @@ from lazyjax.planning.planner.choices import Choices
 from lazyjax.planning.planner.memory import memory_rows
 from lazyjax.planning.planner.timing import TimeModel
 from lazyjax.planning.program.conditions import ALWAYS, NEVER, Condition
+from lazyjax.planning.program.contention import NO_CONTENTION, Contention
 from lazyjax.planning.program.evaluate import evaluate
 from lazyjax.planning.program.schedule import build_schedule, expand
 from lazyjax.planning.program.simulate import simulate
@@ -43,13 +44,15 @@ def test_the_expansion_of_all_plans_holds_the_schedule_of_each(seed):
         assert list(map(in_any_order, among_all)) == list(map(in_any_order, alone))
 
 
+@pytest.mark.parametrize("contention", [NO_CONTENTION, Contention(updates=0.9, copies=0.4)])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_model_of_time_is_the_schedules_own(seed):
+def test_the_model_of_time_is_the_schedules_own(seed, contention):
     problem, _, plans = instance(seed)
+    problem = dataclasses.replace(problem, contention=contention)
     model = TimeModel(problem)
     for values in plans:
         schedule = build_schedule(model.choices.decode(values, "random"), problem.sizes)
-        own = simulate(schedule, problem.seconds).period_seconds
+        own = simulate(schedule, problem.seconds, contention).period_seconds
         assert model.period(values) == pytest.approx(own, rel=1e-9)
 
 

@@ -117,6 +117,8 @@ _WORDS = {
     "duplex_factor": "both ways at once",
     "host_bandwidth_bytes_per_second": "host memory",
     "host_update_parameters_per_second": "update",
+    "update_contention": "compute lost to updates",
+    "copy_contention": "compute lost to copies",
     "nvme_read_bytes_per_second": "NVMe read",
     "nvme_write_bytes_per_second": "NVMe write",
     "interconnect_bytes_per_second": "between devices",
@@ -171,7 +173,7 @@ def doubts(profile: HardwareProfile, load: float, cpus: int) -> str | None:
 
 
 def _readable(value: float | int, figure: str) -> str:
-    if figure in ("devices", "duplex_factor"):
+    if figure in ("devices", "duplex_factor", "update_contention", "copy_contention"):
         return f"{value:.3g}"
     if figure == "kernel_launch_seconds":
         return f"{value * 1e6:.3g} us"

@@ -281,7 +281,9 @@ def explain(request: Request, plan: Plan, layer: int) -> RenderableType:
 def _binding(request: Request, plan: Plan) -> str:
     """Which resource and which memory leave no room."""
     rows = plan.microbatch_rows
-    simulation = simulate(build_schedule(plan, request.sizes(rows)), request.costs(rows).operation_seconds)
+    costs = request.costs(rows)
+    schedule = build_schedule(plan, request.sizes(rows))
+    simulation = simulate(schedule, costs.operation_seconds, costs.contention)
     busiest = max(simulation.busy_seconds, key=lambda resource: simulation.busy_seconds[resource])
     share = simulation.busy_seconds[busiest] / simulation.period_seconds
     peaks = predict(request, plan).peak_bytes

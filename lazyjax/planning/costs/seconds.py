@@ -26,6 +26,7 @@ from lazyjax.planning.costs.layers import (
 )
 from lazyjax.planning.costs.sizes import model_sizes
 from lazyjax.planning.costs.trace import Kernel, Work, saved_in_order
+from lazyjax.planning.program.contention import Contention
 from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, Action, ModelSizes, Operation, Schedule
 from lazyjax.specs import ModelSpec, SlabLayout, item_bytes, slab_layout
 
@@ -165,6 +166,11 @@ class Costs:
                 return self.update_seconds(operation.layer)
             case _:
                 return self._compute_seconds(operation)
+
+    @property
+    def contention(self) -> Contention:
+        """What compute loses to copies and updates on this machine."""
+        return Contention(self.profile.update_contention, self.profile.copy_contention)
 
     def update_seconds(self, layer: int) -> float:
         """Seconds of one layer's host update, all devices' shards together."""

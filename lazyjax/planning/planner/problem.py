@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lazyjax.planning.plan.document import Plan
+from lazyjax.planning.program.contention import NO_CONTENTION, Contention
 from lazyjax.planning.program.operations import (
     RESOURCE_OF,
     Action,
@@ -33,6 +34,7 @@ class Problem:
         settings: a plan whose global fields hold; its layers are ignored.
         sizes: bytes of one microbatch.
         seconds: of one operation of the schedule.
+        contention: what compute loses to copies and updates.
         saves: per layer the ways to keep residuals (name -> tier); the first keeps none.
         capacity: bytes that may be used per tier.
         static_host_bytes: what the host holds all the time: masters, gradients, buffers; without
@@ -57,6 +59,7 @@ class Problem:
     capacity: Mapping[Tier, int]
     static_host_bytes: int = 0
     working_bytes: WorkingBytes = no_working_bytes
+    contention: Contention = NO_CONTENTION
     longest_segment: int = 4
     boundary_homes: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST)
     state_home: Tier = Tier.HOST

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 from lazyjax.planning.costs.layers import SaveSet
 from lazyjax.planning.plan.document import LayerPlan, Plan, PlanError, leaves_one_empty
 from lazyjax.planning.planner.problem import Problem, save_options
+from lazyjax.planning.program.contention import Contention
 from lazyjax.planning.program.schedule import Action, ModelSizes, Operation
 from lazyjax.planning.program.tiers import LINKS
 from lazyjax.specs import ModelSpec, Tier
@@ -36,6 +37,11 @@ LONGEST_SEGMENT = 4
 @runtime_checkable
 class CostModel(Protocol):
     """Seconds and working sets for microbatches of one size (see `lazyjax.planning.costs.seconds`)."""
+
+    @property
+    def contention(self) -> Contention:
+        """What compute loses to copies and updates."""
+        ...
 
     def operation_seconds(self, operation: Operation) -> float:
         """Seconds of one operation."""
@@ -215,6 +221,7 @@ def problem_of(request: Request, settings: Plan, *, lean: bool = False) -> Probl
         capacity=request.capacity,
         static_host_bytes=request.static_host_bytes,
         working_bytes=costs.working_bytes,
+        contention=costs.contention,
         longest_segment=LONGEST_SEGMENT,
         boundary_homes=(Tier.DEVICE, Tier.HOST, *below),
         state_home=below[-1] if below and has_state else Tier.HOST,

@@ -334,7 +334,7 @@ def predict(request: Request, plan: Plan) -> Prediction:
     rows, request = plan.microbatch_rows, request.at(plan)
     costs, sizes = request.costs(rows), request.sizes(rows)
     schedule = build_schedule(plan, sizes)
-    period = simulate(schedule, costs.operation_seconds).period_seconds
+    period = simulate(schedule, costs.operation_seconds, costs.contention).period_seconds
     peak = used_bytes(schedule, costs.working_bytes)
     static = state_bytes_per_tier(plan, sizes)
     static[Tier.HOST] += request.static_host_bytes

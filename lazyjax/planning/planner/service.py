@@ -161,6 +161,7 @@ def verify_for(request: Request, plan: Plan) -> Verification:
         capacity=request.capacity,
         static_host_bytes=request.static_host_bytes,
         working_bytes=costs.working_bytes,
+        contention=costs.contention,
     )
 
 

@@ -18,6 +18,7 @@ from lazyjax.planning.planner.affine import Affine
 from lazyjax.planning.planner.choices import Choices
 from lazyjax.planning.planner.problem import Problem
 from lazyjax.planning.program.conditions import ALWAYS, NEVER, Condition, weakest
+from lazyjax.planning.program.contention import BEARING, NO_CONTENTION
 from lazyjax.planning.program.expansion import Change, Expansion, LiftedOperation
 from lazyjax.planning.program.operations import COMPUTE_ACTIONS, Action, Operation, Place, Schedule
 from lazyjax.planning.program.schedule import expand
@@ -70,7 +71,20 @@ class TimeModel:
             )
             for index, operation in enumerate(lifted)
         ]  # fmt: skip
+        self._contend()
         _find_binding(self.operations)
+
+    def _contend(self) -> None:
+        """Adds to compute what it loses to copies and updates (`lazyjax.planning.program.contention`)."""
+        contention = self.problem.contention
+        if contention == NO_CONTENTION:
+            return
+        bearing = [operation for operation in self.operations if operation.action in BEARING]
+        lost = Affine()
+        for operation in self.operations:
+            lost += operation.seconds * contention.share(operation.resource)
+        for operation in bearing:
+            operation.seconds += lost * (1 / len(bearing))
 
     def _seconds(self, operation: LiftedOperation) -> Affine:
         total = Affine()

@@ -11,6 +11,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+from lazyjax.planning.program.contention import NO_CONTENTION, Contention, contended_seconds
 from lazyjax.planning.program.schedule import Operation, Place, Schedule
 from lazyjax.specs import Tier
 from lazyjax.timeline import Event, MemorySample, Resource, Timeline
@@ -46,14 +47,19 @@ class Simulation:
     steps: int
 
 
-def simulate(schedule: Schedule, seconds: OperationSeconds) -> Simulation:
+def simulate(
+    schedule: Schedule, seconds: OperationSeconds, contention: Contention = NO_CONTENTION
+) -> Simulation:
     """Iterates steps of `schedule` until every operation advances by one and the same period.
 
     Only then is the state steady: a queue that is slower than the rest, but started early, would
     show in the finish of a step only many steps later. Such slack is taken away on the way.
+
+    Args:
+        seconds: of one operation that has its resource to itself.
     """
     operations = schedule.operations
-    durations = [seconds(operation) for operation in operations]
+    durations = contended_seconds(operations, seconds, contention)
     history: list[list[float]] = []
     start: list[float] = []
     for step in range(1, _MOST_STEPS + 1):

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from lazyjax.planning.plan.document import Plan
+from lazyjax.planning.program.contention import NO_CONTENTION, Contention
 from lazyjax.planning.program.operations import WorkingBytes, no_working_bytes
 from lazyjax.planning.program.schedule import (
     COMPUTE_ACTIONS,
@@ -66,6 +67,7 @@ def verify(
     capacity: Mapping[Tier, int] | None = None,
     static_host_bytes: int = 0,
     working_bytes: WorkingBytes = no_working_bytes,
+    contention: Contention = NO_CONTENTION,
 ) -> Verification:
     """Replays `plan` and checks it.
 
@@ -79,7 +81,7 @@ def verify(
     check_order(schedule)
     check_buffers(schedule)
     check_data_flow(schedule)
-    simulation = simulate(schedule, seconds)
+    simulation = simulate(schedule, seconds, contention)
     check_precedence(schedule, simulation)
     peak = used_bytes(schedule, working_bytes)
     static = state_bytes_per_tier(plan, sizes)
