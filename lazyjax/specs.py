@@ -41,6 +41,31 @@ class Tier(enum.StrEnum):
     NVME = "nvme"
 
 
+class Boundary(enum.StrEnum):
+    """Where a layer's input waits for the backward pass."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+    RECOMPUTE = "recompute"
+
+    @property
+    def tier(self) -> Tier | None:
+        """The tier that holds the boundary; None where it is recomputed."""
+        return None if self is Boundary.RECOMPUTE else Tier(self.value)
+
+
+class Resource(enum.StrEnum):
+    """A queue that serves its operations one after another, in schedule order."""
+
+    COMPUTE = "compute"
+    H2D = "h2d"
+    D2H = "d2h"
+    CPU = "cpu"
+    NVME_READ = "nvme_read"
+    NVME_WRITE = "nvme_write"
+
+
 def item_bytes(dtype: str) -> int:
     """Bytes of one element of `dtype`; raises KeyError for a type that no slab uses."""
     return _ITEM_BYTES[dtype]

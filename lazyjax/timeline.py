@@ -8,22 +8,12 @@ serve prediction and measurement alike.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import json
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-
-class Resource(enum.StrEnum):
-    """A queue that serves its operations one after another, in schedule order."""
-
-    COMPUTE = "compute"
-    H2D = "h2d"
-    D2H = "d2h"
-    CPU = "cpu"
-    NVME_READ = "nvme_read"
-    NVME_WRITE = "nvme_write"
+from lazyjax.specs import Resource as Resource
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,10 +2,13 @@
 
 Command:  python -m experiments.benchmarks.planner_exactness [--instances 200] [--most-plans 20000]
           python -m experiments.benchmarks.planner_exactness --replays 500
+          python -m experiments.benchmarks.planner_exactness --memory 200
 Each instance is a chain of at most four blocks of mixed kinds with random sizes, rates and
 capacities. Every plan in its decision space is replayed to the steady state; the program's
 period must equal the best. Expected: `200 of 200 equal`. With --replays, larger instances are only
-replayed: objective against period, and peaks as the schedule counts them against capacities.
+replayed: objective against period, and peaks as the schedule counts them against capacities. With
+--memory 200, the largest memory row of each tier is compared with the peak of the schedule of as many
+random plans, 1 to 9 microbatches, boundaries, residuals and state on any tier. Expected: difference 0.
 """
 
 from __future__ import annotations
@@ -15,15 +18,18 @@ import dataclasses
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
 
 from lazyjax.planning.plan.document import LayerPlan, Plan
 from lazyjax.planning.planner.choices import Choices
+from lazyjax.planning.planner.memory import memory_rows
 from lazyjax.planning.planner.milp import solve
-from lazyjax.planning.planner.problem import Problem
+from lazyjax.planning.planner.problem import Problem, save_options
 from lazyjax.planning.program.schedule import Action, LayerSizes, ModelSizes, Operation, build_schedule
 from lazyjax.planning.program.simulate import simulate
 from lazyjax.planning.program.verify import state_bytes_per_tier, used_bytes
@@ -37,7 +43,8 @@ class RandomSeconds:
     def __init__(self, rng: np.random.Generator, residual_names: list[tuple[str, ...]]) -> None:
         self.rate = {
             resource: 10 ** rng.uniform(-0.5, 0.7)
-            for resource in (Resource.H2D, Resource.D2H, Resource.NVME_READ, Resource.NVME_WRITE)
+            for resource in Resource
+            if resource not in (Resource.COMPUTE, Resource.CPU)
         }
         count = len(residual_names)
         self.forward = rng.uniform(0.2, 2.0, count)
@@ -131,6 +138,68 @@ def draw_roomy(rng: np.random.Generator, most_blocks: int, fewest_blocks: int = 
         state_home=Tier.NVME if nvme_states else Tier.HOST,
         by_layer=False,
         residents=bool(rng.random() < 0.6),
+    )
+
+
+class MemoryComparison(NamedTuple):
+    """A random plan's peaks: the largest memory row of each tier, and what its own schedule counts."""
+
+    plan: Plan
+    sizes: ModelSizes
+    rows_bytes: dict[Tier, int]
+    schedule_bytes: dict[Tier, int]
+
+
+def compare_memory(seed: int) -> MemoryComparison:
+    """Of one random plan, all of whose tensors may be on any tier."""
+    rng = np.random.default_rng(seed)
+    problem = draw_roomy(rng, most_blocks=6)
+    home: Literal["device", "host"] = "host" if seed // 9 % 2 else "device"
+    count = 1 + seed % 9
+    settings = problem.settings.model_copy(
+        update={"microbatches": count, "rows": count, "interlayer_home": home}
+    )
+    names = [tuple(layer.residual_bytes) for layer in problem.sizes.layers]
+    sets = [[own[:size] for size in range(1, len(own) + 1)] for own in names]
+    problem = dataclasses.replace(
+        problem, settings=settings, boundary_homes=tuple(Tier), state_home=Tier.NVME,
+        saves=tuple(save_options(own, tuple(Tier)) for own in sets), static_host_bytes=17,
+        working_bytes=lambda action, layer, saved: 3 * layer + 5 * len(saved) + len(action.value) * count,
+    )  # fmt: skip
+    choices = Choices(problem)
+    rows = memory_rows(problem, choices)
+    values = all_plans(choices, rng, most=1)
+    plan = choices.decode(values[0], "random")
+    peaks = rows.peak_bytes(choices.complete(values))
+    return MemoryComparison(
+        plan, problem.sizes, {tier: int(peaks[tier][0]) for tier in Tier}, used_bytes_of(problem, plan)
+    )
+
+
+def memory_table(first_seed: int, plans: int) -> str:
+    """The largest difference over random plans, and what they used."""
+    found = [compare_memory(seed) for seed in range(first_seed, first_seed + plans)]
+    differences = {
+        tier: max(abs(one.rows_bytes[tier] - one.schedule_bytes[tier]) for one in found) for tier in Tier
+    }
+    counts = sorted({one.plan.microbatches for one in found})
+    homes = Counter(one.plan.interlayer_home for one in found)
+    kept = Counter(
+        kind
+        for one in found
+        for kind in {
+            *(f"boundary on {layer.boundary.value}" for layer in one.plan.layers[1:-1]),
+            *(f"residual on {tier.value}" for layer in one.plan.layers for tier in layer.saved.values()),
+            *(f"state on {layer.state}" for layer in one.plan.layers),
+        }
+    )
+    return (
+        f"{plans} plans, {counts[0]} to {counts[-1]} microbatches, between layers on "
+        + ", ".join(f"{home} {number}" for home, number in sorted(homes.items()))
+        + "; plans with "
+        + ", ".join(f"{kind} {number}" for kind, number in sorted(kept.items()))
+        + "\nlargest difference between memory rows and the schedule's own peak: "
+        + ", ".join(f"{tier.value} {difference} bytes" for tier, difference in differences.items())
     )
 
 
@@ -239,7 +308,11 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--solver", choices=("CBC", "HIGHS"), default=None)
     parser.add_argument("--replays", type=int, metavar="INSTANCES")
+    parser.add_argument("--memory", type=int, metavar="PLANS")
     arguments = parser.parse_args()
+    if arguments.memory:
+        print(memory_table(arguments.first_seed, arguments.memory))
+        return
     if arguments.replays:
         print(replays(arguments.first_seed, arguments.replays, arguments.solver))
         return

@@ -23,6 +23,8 @@ from typing import Annotated, Any, Literal
 import pydantic
 import yaml
 
+from lazyjax.config.names import OPTIMIZER_NAMES, PLANNER_NAMES
+
 #: Both `lazyjax plan` and `lazyjax train`. State of 8 bits beside exact float32 masters is what this
 #: project is about: 8 host bytes a parameter in place of 14, at losses within 1 % of float32 state
 #: (experiments/benchmarks/results/optimizer_training.md).
@@ -264,7 +266,7 @@ class OptimizerConfig(_Group):
         threads: of the host update; 0 takes every core.
     """
 
-    name: Literal["hybrid8bit", "hybrid8bit_2percent", "fp32_adamw", "bf16_adamw"] = DEFAULT_OPTIMIZER
+    name: Annotated[str, OPTIMIZER_NAMES] = DEFAULT_OPTIMIZER
     learning_rate: Annotated[float, pydantic.Field(gt=0)] = 1e-5
     beta1: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.999
@@ -309,7 +311,7 @@ class PlanConfig(_Group):
     The five keys from microbatches to interlayer_home are the planner's choice where they are left out.
     """
 
-    planner: Literal["recompute_all", "keep_all", "megatrain", "lazytrain", "milp"] = "milp"
+    planner: Annotated[str, PLANNER_NAMES] = "milp"
     file: PathKey | None = None
     microbatches: PositiveInt | None = None
     prefetch: PositiveInt | None = None

@@ -22,6 +22,7 @@ import tyro
 import yaml
 
 from lazyjax.config.keys import Config, ConfigError, _Group
+from lazyjax.config.names import Names
 
 _HELP = """Fine-tunes a model. Every key of the configuration can be set here.
 
@@ -209,6 +210,9 @@ _SHORTHANDS = {"--data": "data.source"}
 def _metavar(annotation: Any) -> str:
     """What a value looks like, for `--help`."""
     if get_origin(annotation) is Annotated:
+        for names in get_args(annotation)[1:]:
+            if isinstance(names, Names):
+                return "{" + ",".join(names) + "}"
         return _metavar(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return "{" + ",".join(get_args(annotation)) + "}"

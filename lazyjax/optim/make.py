@@ -6,10 +6,12 @@ import functools
 import os
 from collections.abc import Callable
 
+from lazyjax.config.names import OPTIMIZER_NAMES
 from lazyjax.optim.adamw import Bf16AdamW, Fp32AdamW
 from lazyjax.optim.base import HostOptimizer
 from lazyjax.optim.host8bit import Hybrid8bit
 
+#: Makers by name; each takes the settings of `make_host_optimizer`.
 OPTIMIZERS: dict[str, Callable[..., HostOptimizer]] = {
     "bf16_adamw": Bf16AdamW,
     "fp32_adamw": Fp32AdamW,
@@ -17,6 +19,20 @@ OPTIMIZERS: dict[str, Callable[..., HostOptimizer]] = {
     # The share of 8-bit state that LazyTrain reports (arXiv 2608.11919): to compare with.
     "hybrid8bit_2percent": functools.partial(Hybrid8bit, eight_bit_fraction=0.02),
 }
+
+
+def register(name: str, maker: Callable[..., HostOptimizer]) -> None:
+    """Adds an optimizer from outside the package; configurations and commands may then name it.
+
+    Args:
+        maker: called with the settings of `make_host_optimizer` by keyword. What it makes has `name`; how
+            long an update takes follows from the bytes that it touches (`base.touched_bytes`).
+
+    Raises:
+        ValueError: there is an optimizer of that name.
+    """
+    OPTIMIZER_NAMES.add(name)
+    OPTIMIZERS[name] = maker
 
 
 def make_host_optimizer(

@@ -5,9 +5,10 @@ They run in the same executor as ours, so a comparison is between plans, not bet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
+from lazyjax.config.names import PLANNER_NAMES
 from lazyjax.planning.plan.document import Boundary, LayerPlan, Plan
 from lazyjax.specs import ModelSpec, Tier
 
@@ -73,14 +74,36 @@ def lazytrain(spec: ModelSpec, residual_names: Sequence[Sequence[str]], **batch:
     return _plan(spec, "lazytrain", layers, **({"update": "immediate"} | batch))
 
 
-Baseline = Callable[..., Plan]
+@runtime_checkable
+class Baseline(Protocol):
+    """A rule that makes a plan for any model."""
 
-BASELINES: Mapping[str, Baseline] = {
+    def __call__(self, spec: ModelSpec, residual_names: Sequence[Sequence[str]], **batch: Any) -> Plan:
+        """The plan.
+
+        Args:
+            residual_names: of every layer.
+            batch: rows, sequence_length and whatever else the user fixed of the plan's fields.
+        """
+        ...
+
+
+BASELINES: dict[str, Baseline] = {
     "recompute_all": recompute_all,
     "keep_all": keep_all,
     "megatrain": megatrain,
     "lazytrain": lazytrain,
 }
+
+
+def register(name: str, rule: Baseline) -> None:
+    """Adds a rule from outside the package; configurations may then name it, and reports show it.
+
+    Raises:
+        ValueError: there is a planner of that name.
+    """
+    PLANNER_NAMES.add(name)
+    BASELINES[name] = rule
 
 
 #: Baselines that are a published system's rules, the whole batch at once included.

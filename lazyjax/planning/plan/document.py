@@ -9,7 +9,6 @@ then the blocks, last the head; boundary l is the input of layer l.
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import json
 import pathlib
@@ -18,6 +17,7 @@ from typing import Any, Literal
 
 import pydantic
 
+from lazyjax.specs import Boundary as Boundary
 from lazyjax.specs import ModelSpec, Tier
 
 PLAN_VERSION: Literal[3] = 3
@@ -29,20 +29,6 @@ MADE_FOR = ("architecture", "optimizer", "compute_dtype", "gradient_dtype")
 
 class PlanError(ValueError):
     """A plan that cannot be read or does not fit the model; the message names the key."""
-
-
-class Boundary(enum.StrEnum):
-    """Where a layer's input waits for the backward pass."""
-
-    DEVICE = "device"
-    HOST = "host"
-    NVME = "nvme"
-    RECOMPUTE = "recompute"
-
-    @property
-    def tier(self) -> Tier | None:
-        """The tier that holds the boundary; None where it is recomputed."""
-        return None if self is Boundary.RECOMPUTE else Tier(self.value)
 
 
 class _Model(pydantic.BaseModel):

@@ -9,9 +9,8 @@ operations, to the byte.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +19,9 @@ from jaxtyping import Float64
 from lazyjax.planning.planner.affine import Affine
 from lazyjax.planning.planner.choices import Choices
 from lazyjax.planning.planner.problem import Problem
-from lazyjax.planning.program.conditions import Condition
+from lazyjax.planning.program.conditions import NEVER, Condition
 from lazyjax.planning.program.expansion import Expansion, LiftedOperation, Slot
-from lazyjax.planning.program.operations import COMPUTE_ACTIONS, Action, Place
+from lazyjax.planning.program.operations import COMPUTE_ACTIONS, LINKS, Action, Place
 from lazyjax.planning.program.schedule import expand
 from lazyjax.planning.program.tiers import STATE_DOWN, UP
 from lazyjax.planning.program.windows import Item
@@ -152,36 +151,42 @@ class _Counting:
     def _releases(self) -> Iterator[tuple[Slot, Place, Condition]]:
         """What transfers free, and the operation whose start shows that it is free."""
         throttled: dict[Slot, Slot] = {}
-        up: dict[tuple[Item, Action], Slot] = {}
+        raised: dict[Place, list[tuple[Slot, Condition]]] = defaultdict(list)
         for operation in self.operations:
             for slot in operation.throttles:
                 throttled.setdefault(slot, operation.slot)
-            if operation.action in UP and operation.item is not None:
-                up[operation.item, operation.action] = operation.slot
-        above = {lower.up: upper.up for upper, lower in itertools.pairwise(_UP_LINKS)}
+            if operation.action in UP:
+                for change, condition in operation.allocates.items():
+                    raised[change.place].append((operation.slot, condition))
         for operation in self.operations:
             if operation.action in COMPUTE_ACTIONS or not operation.frees:
                 continue
             if operation.action in UP and operation.item is not None:
-                if operation.action in above:
-                    waiting = up[operation.item, above[operation.action]]
-                else:
-                    waiting = self.expansion.compute(operation.item).slot
+                yield from self._releases_of_moves_up(operation, operation.item, raised)
             elif operation.slot in throttled:
                 waiting = throttled[operation.slot]
-            else:
+                later = self.expansion.operations[waiting]
+                for change, condition in operation.frees.items():
+                    if operation.action in STATE_DOWN:
+                        # Only where the later layer's state comes up is the earlier one's waited for.
+                        for both in later.throttles[operation.slot]:
+                            yield waiting, change.place, both
+                    else:
+                        yield waiting, change.place, condition
+
+    def _releases_of_moves_up(
+        self, operation: LiftedOperation, item: Item, raised: Mapping[Place, Sequence[tuple[Slot, Condition]]]
+    ) -> Iterator[tuple[Slot, Place, Condition]]:
+        """The next move up waits for one from further down, and the item itself for the last one."""
+        number = LINKS.index(UP[operation.action])
+        for change, condition in operation.frees.items():
+            if not number:
+                yield self.expansion.compute(item).slot, change.place, condition
                 continue
-            later = self.expansion.operations[waiting]
-            for change, condition in operation.frees.items():
-                if operation.action in STATE_DOWN:
-                    # Only where the later layer's state comes up is the earlier one's waited for.
-                    for both in later.throttles[operation.slot]:
-                        yield waiting, change.place, both
-                else:
-                    yield waiting, change.place, condition
-
-
-_UP_LINKS = [*UP.values()]
+            for slot, other in raised[change.place._replace(tier=LINKS[number - 1].upper)]:
+                both = condition.both(other)
+                if slot > operation.slot and both != NEVER:
+                    yield slot, change.place, both
 
 
 def _undominated(moments: Sequence[MemoryRow]) -> list[MemoryRow]:

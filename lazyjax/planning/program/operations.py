@@ -38,9 +38,6 @@ class Action(enum.StrEnum):
 
 COMPUTE_ACTIONS = frozenset({Action.FORWARD, Action.LOSS, Action.RECOMPUTE, Action.BACKWARD})
 
-STATE_ACTIONS = frozenset({Action.LOAD_STATE, Action.UPDATE, Action.SPILL_STATE})
-
-
 RESOURCE_OF = {
     Action.FETCH: Resource.H2D,
     Action.RELOAD: Resource.H2D,
@@ -57,6 +54,36 @@ RESOURCE_OF = {
     Action.BACKWARD: Resource.COMPUTE,
 }
 
+
+class Link(NamedTuple):
+    """Moves between a tier and the next one below.
+
+    Attributes:
+        down, up: what moving activations over it is called.
+        state_down, state_up: the same for optimizer state; None where state never takes that way.
+    """
+
+    upper: Tier
+    lower: Tier
+    down: Action
+    up: Action
+    state_down: Action | None = None
+    state_up: Action | None = None
+
+
+#: From the device down. A new tier is a member of `Tier`, `Boundary` and `Resource`, and here its operations,
+#: their queues and its link.
+LINKS: tuple[Link, ...] = (
+    Link(Tier.DEVICE, Tier.HOST, Action.OFFLOAD, Action.RELOAD),
+    Link(Tier.HOST, Tier.NVME, Action.SPILL, Action.LOAD, Action.SPILL_STATE, Action.LOAD_STATE),
+)
+
+#: Updates and the moves of optimizer state.
+STATE_ACTIONS = frozenset(
+    action
+    for action in (Action.UPDATE, *(way for link in LINKS for way in (link.state_down, link.state_up)))
+    if action is not None
+)
 
 #: Device bytes that an operation needs besides its operands, by action, layer and saved names.
 WorkingBytes = Callable[[Action, int, tuple[str, ...]], int]

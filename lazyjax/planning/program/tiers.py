@@ -1,40 +1,18 @@
-"""The tiers of memory from the device down, and the links between neighbours.
+"""The way between tiers of memory, link by link from the device down.
 
-Everything that moves between tiers moves over these links, one after another: what an operation is
-called, which queue serves it, and how far ahead it is issued follow from this table. A new tier is a
-member of `Tier` and a link here.
+Everything that moves between tiers moves over the links of `lazyjax.planning.program.operations`, one
+after another: what an operation is called, which queue serves it, and how far ahead it is issued follow
+from that table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from lazyjax.planning.program.operations import Action
+from lazyjax.planning.program.operations import LINKS, Link
 from lazyjax.specs import Tier
 
-
-class Link(NamedTuple):
-    """Moves between a tier and the next one below.
-
-    Attributes:
-        down, up: what moving activations over it is called.
-        state_down, state_up: the same for optimizer state; None where state never takes that way.
-    """
-
-    upper: Tier
-    lower: Tier
-    down: Action
-    up: Action
-    state_down: Action | None = None
-    state_up: Action | None = None
-
-
-#: From the device down.
-LINKS: tuple[Link, ...] = (
-    Link(Tier.DEVICE, Tier.HOST, Action.OFFLOAD, Action.RELOAD),
-    Link(Tier.HOST, Tier.NVME, Action.SPILL, Action.LOAD, Action.SPILL_STATE, Action.LOAD_STATE),
-)
+__all__ = ["DOWN", "LINKS", "STATE_DOWN", "STATE_UP", "UP", "Link", "depth_of", "path_to"]
 
 
 def path_to(home: Tier) -> Sequence[Link]:

@@ -24,6 +24,7 @@ from lazyjax.planning.program.schedule import (
     build_schedule,
 )
 from lazyjax.planning.program.simulate import OperationSeconds, Simulation, simulate
+from lazyjax.planning.program.tiers import DOWN, LINKS, STATE_DOWN, STATE_UP, UP, path_to
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
 
@@ -187,10 +188,10 @@ def _sources(operation: Operation) -> list[Place]:
             return [
                 Place(buffer, Tier.HOST) for buffer in operation.reads if buffer.role is not BufferRole.BATCH
             ]
-        case Action.SPILL:
-            return [Place(buffer, Tier.HOST) for buffer in allocated]
-        case Action.LOAD:
-            return [Place(buffer, Tier.NVME) for buffer in allocated]
+        case action if action in DOWN:
+            return [Place(buffer, DOWN[action].upper) for buffer in allocated]
+        case action if action in UP:
+            return [Place(buffer, UP[action].lower) for buffer in allocated]
         case _:
             return [Place(buffer, Tier.DEVICE) for buffer in operation.reads]
 
@@ -221,12 +222,17 @@ def _check_updates(schedule: Schedule, by_action: Mapping[Action, Mapping[int, i
                 # The clip factor needs the gradients of all layers.
                 needed = [gradients[layer], last_compute] if deferred else gradients.values()
                 require(operation, needed, previous=deferred)
-                if plan.layers[layer].state == "nvme":
-                    require(operation, [by_action[Action.LOAD_STATE][layer]], previous=False)
-            case Action.SPILL_STATE:
-                require(operation, [updates[layer]], previous=False)
-            case Action.LOAD_STATE:
-                require(operation, [max(by_action[Action.SPILL_STATE].values())], previous=True)
+                for link in path_to(Tier(plan.layers[layer].state))[1:2]:
+                    assert link.state_up is not None
+                    require(operation, [by_action[link.state_up][layer]], previous=False)
+            case action if action in STATE_DOWN:
+                above = LINKS[LINKS.index(STATE_DOWN[action]) - 1].state_down
+                waited = updates if above is None else by_action[above]
+                require(operation, [waited[layer]], previous=False)
+            case action if action in STATE_UP:
+                down = STATE_UP[action].state_down
+                assert down is not None
+                require(operation, [max(by_action[down].values())], previous=True)
 
 
 def check_precedence(schedule: Schedule, simulation: Simulation) -> None:
