@@ -194,7 +194,7 @@ def encode(tokenizer: Tokenizer, rendered: Sequence[Rendered]) -> list[Encoded]:
     ):
         borders = np.asarray(offsets, np.int64).reshape(-1, 2)
         plain = all(weight == 1 for weight in one.weights)
-        response_T = np.zeros(len(token_ids), np.bool_ if plain else np.float32)
+        response_T: np.ndarray = np.zeros(len(token_ids), np.bool_ if plain else np.float32)
         for (start, stop), weight in zip(one.responses, one.weights, strict=True):
             # Blanks may be trimmed from a token's range, so a range can be empty: test both ends.
             within_T = (borders[:, 1] > start) & (borders[:, 0] < stop)
