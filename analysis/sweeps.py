@@ -188,7 +188,10 @@ def markdown_table(records: SweepRecords) -> str:
     if simulated:
         header += ["step, s (measured)", "step, s (simulated)"]
     for metric in records.metrics:
-        header += [f"{readable(metric)[0]} (measured)", f"difference from {records.baseline}, 95 %"]
+        name = readable(metric)[0]
+        if not (simulated and metric == MEASURED_SECONDS):  # it is there already
+            header.append(f"{name} (measured)")
+        header.append(f"{name}: difference from {records.baseline}, 95 %")
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for variant in records.variants:
         succeeded = [trial for trial in variant.trials if trial.state == "succeeded"]
@@ -205,7 +208,9 @@ def markdown_table(records: SweepRecords) -> str:
         for metric in records.metrics:
             unit = readable(metric)[1]
             difference = None if variant.name == records.baseline else records.difference(variant, metric)
-            cells += [mean_text(variant.mean(metric), unit), paired_text(difference, unit)]
+            if not (simulated and metric == MEASURED_SECONDS):
+                cells.append(mean_text(variant.mean(metric), unit))
+            cells.append(paired_text(difference, unit))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -347,8 +347,9 @@ def _table4(options: argparse.Namespace) -> Sheet:
         from experiments.convert_smollm2 import convert
 
         convert(pathlib.Path("runs/models/smollm2-135m-instruct"))
-        table4.measure_in_memory(options.sweeps / "table4", Console())
-    records = records_of("table4", options.sweeps, measure=options.measure, mixed=options.mixed)
+        table4.measure_in_memory(options.sweeps / "table4", Console(), options.in_memory_seeds)
+    measure = options.measure and not options.in_memory_seeds
+    records = records_of("table4", options.sweeps, measure=measure, mixed=options.mixed)
     return table4.table4(options.out, records, options.sweeps / "table4")
 
 
@@ -376,6 +377,10 @@ def make(arguments: Sequence[str] | None = None) -> Sheet:
     parser.add_argument(
         "--sweeps", type=pathlib.Path, default=sweep.DEFAULT_PARENT, help="the sweeps' folder"
     )
+    parser.add_argument(
+        "--in-memory-seeds", type=int, nargs="+", default=[], metavar="SEED",
+        help="table4 --measure: only train these in memory, without the sweep"
+    )  # fmt: skip
     parser.add_argument("--mixed", action="store_true", help="allow measured cells of different commits")
     options = parser.parse_args(arguments)
     if options.table == "table4":

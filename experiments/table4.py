@@ -80,8 +80,8 @@ def in_memory_score(folder: pathlib.Path) -> Score | None:
     return Score(sum(one["correct"] for one in found), sum(one["rows"] for one in found), len(found))
 
 
-def measure_in_memory(folder: pathlib.Path, console: Console) -> None:
-    """Trains and scores every seed of the sweep in memory; those that are there already are left."""
+def measure_in_memory(folder: pathlib.Path, console: Console, seeds: Sequence[int] = ()) -> None:
+    """Trains and scores the sweep's seeds in memory, or some of them; those that are there are left."""
     from experiments.smollm2 import in_memory_run
     from experiments.sweeping.document import read_sweep
     from experiments.sweeping.folder import write_json
@@ -93,6 +93,8 @@ def measure_in_memory(folder: pathlib.Path, console: Console) -> None:
     for trial in sweep.trials:
         config, path = trial.config, folder / f"in-memory-seed{trial.seed}.json"
         if config is None or path.exists() or trial.name != sweep.document.compare.baseline:
+            continue
+        if seeds and trial.seed not in seeds:
             continue
         rows = config.training.exact_match_rows_after
         assert rows

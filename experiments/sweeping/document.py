@@ -122,8 +122,9 @@ def read_sweep(path: pathlib.Path) -> Sweep:
     document = _document(path)
     base = _mapping(path.parent / document.base)
     trials = []
-    for name, overrides in _variants(document):
-        for seed in document.seeds:
+    # All variants with one seed before the next one: a sweep that is cut short can be compared all the same.
+    for seed in document.seeds:
+        for name, overrides in _variants(document):
             trials.append(_trial(path, base, name, {**document.set, **overrides}, seed))
     _check_distinct(path, trials)
     if document.compare.baseline not in {trial.name for trial in trials}:

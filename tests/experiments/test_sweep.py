@@ -147,7 +147,7 @@ def test_a_sweep_killed_at_random_moments_ends_with_the_same_table_and_no_trial_
     sweep = read_sweep(path)
     folder = SweepFolder(tmp_path / "records")
     losses = [folder.outcome(trial).summary["last_evaluation_loss"] for trial in sweep.trials]
-    assert losses == [rate + seed for rate in (0.001, 0.002, 0.003) for seed in (0, 1)]
+    assert losses == [rate + seed for seed in (0, 1) for rate in (0.001, 0.002, 0.003)]
     # A trial may begin again after a kill; none that came to its end does.
     assert ledger(folder, "end") == sorted(trial.folder_name for trial in sweep.trials)
     assert not [path for path in folder.abandoned.iterdir() if (path / "summary.json").exists()]
