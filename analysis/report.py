@@ -23,7 +23,15 @@ from analysis.pictures import (
     metric_figure,
     prediction_figure,
 )
-from analysis.sweeps import SweepError, SweepRecords, csv_lines, markdown_table, read_sweep, readable
+from analysis.sweeps import (
+    SweepError,
+    SweepRecords,
+    csv_lines,
+    loss_sentences,
+    markdown_table,
+    read_sweep,
+    readable,
+)
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --head: #8882; }
@@ -71,6 +79,7 @@ def remarks(records: SweepRecords) -> list[str]:
             f"Order of {len(rows)} variants by step time, simulated against measured: Kendall's tau "
             f"{records.order_agreement():.2f}; largest deviation {worst:.1%}."
         )
+    lines += loss_sentences(records)
     lines.append("Measured figures are means over seeds with their standard error.")
     lines.append(
         f"Command: python -m experiments.sweep {records.file}; digests of every plan and configuration are "

@@ -69,10 +69,11 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """All seeds of one variant."""
+    """All seeds of one variant, and the name of the one that it is held against."""
 
     name: str
     trials: tuple[Trial, ...]
+    compared_with: str
 
     def by_seed(self, figure: str) -> dict[int, float]:
         """Seed -> an entry of summary.json, for the trials that have it."""
@@ -92,7 +93,6 @@ class SweepRecords:
     folder: pathlib.Path
     name: str
     file: str
-    baseline: str
     metrics: tuple[str, ...]
     variants: tuple[Variant, ...]
 
@@ -106,8 +106,10 @@ class SweepRecords:
         return next(variant for variant in self.variants if variant.name == name)
 
     def difference(self, variant: Variant, figure: str) -> Paired | None:
-        """Of a variant from the baseline, seed by seed."""
-        return paired(variant.by_seed(figure), self.variant(self.baseline).by_seed(figure))
+        """Of a variant from the one that it is held against, seed by seed; None for that one."""
+        if variant.compared_with == variant.name:
+            return None
+        return paired(variant.by_seed(figure), self.variant(variant.compared_with).by_seed(figure))
 
     def step_seconds(self) -> list[tuple[str, float, float]]:
         """Variant, simulated and measured seconds of a step, where both are known."""
@@ -138,13 +140,13 @@ def read_sweep(folder: pathlib.Path, *, mixed: bool = False) -> SweepRecords:
     variants: dict[str, list[Trial]] = {}
     for entry in described["trials"]:
         variants.setdefault(entry["name"], []).append(_trial(folder, entry))
+    compared_with = {entry["name"]: entry["compared_with"] for entry in described["trials"]}
     records = SweepRecords(
         folder,
         described["name"],
         described["file"],
-        described["compare"]["baseline"],
         tuple(described["compare"]["metrics"]),
-        tuple(Variant(name, tuple(trials)) for name, trials in variants.items()),
+        tuple(Variant(name, tuple(trials), compared_with[name]) for name, trials in variants.items()),
     )
     if not mixed:
         check_one_commit([trial.run for trial in records.trials if trial.run is not None])
@@ -191,7 +193,7 @@ def markdown_table(records: SweepRecords) -> str:
         name = readable(metric)[0]
         if not (simulated and metric == MEASURED_SECONDS):  # it is there already
             header.append(f"{name} (measured)")
-        header.append(f"{name}: difference from {records.baseline}, 95 %")
+        header.append(f"{name}: difference{_from(records)}, 95 %")
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for variant in records.variants:
         succeeded = [trial for trial in variant.trials if trial.state == "succeeded"]
@@ -207,12 +209,39 @@ def markdown_table(records: SweepRecords) -> str:
             cells += [mean_text(variant.mean(name)) for name in (MEASURED_SECONDS, SIMULATED_SECONDS)]
         for metric in records.metrics:
             unit = readable(metric)[1]
-            difference = None if variant.name == records.baseline else records.difference(variant, metric)
+            difference = records.difference(variant, metric)
             if not (simulated and metric == MEASURED_SECONDS):
                 cells.append(mean_text(variant.mean(metric), unit))
             cells.append(paired_text(difference, unit))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _from(records: SweepRecords) -> str:
+    """What differences are from, where it is one variant for all."""
+    names = {variant.compared_with for variant in records.variants}
+    return f" from {names.pop()}" if len(names) == 1 else ""
+
+
+def loss_sentences(records: SweepRecords) -> list[str]:
+    """Differences of losses in per cent of the baseline's, and whether a loss 1 % worse is excluded."""
+    lines = []
+    for metric in (metric for metric in records.metrics if metric.endswith("loss")):
+        for variant in records.variants:
+            difference = records.difference(variant, metric)
+            base = records.variant(variant.compared_with).mean(metric)
+            if difference is None or difference.count < 2 or base is None:
+                continue
+            mean, low, high = (
+                100 * value / base.mean for value in (difference.mean, difference.low, difference.high)
+            )
+            verdict = "excludes" if high < 1 else "does not exclude"
+            lines.append(
+                f"{readable(metric)[0]} of {variant.name} against {variant.compared_with}, "
+                f"{difference.count} pairs: {mean:+.2f} % ({low:+.2f} to {high:+.2f} %, 95 %), "
+                f"which {verdict} a loss 1 % worse."
+            )
+    return lines
 
 
 def mean_text(value: Mean | None, unit: float = 1) -> str:

@@ -92,7 +92,7 @@ def measure_in_memory(folder: pathlib.Path, console: Console, seeds: Sequence[in
     folder.mkdir(parents=True, exist_ok=True)
     for trial in sweep.trials:
         config, path = trial.config, folder / f"in-memory-seed{trial.seed}.json"
-        if config is None or path.exists() or trial.name != sweep.document.compare.baseline:
+        if config is None or path.exists() or trial.name != trial.compared_with:
             continue
         if seeds and trial.seed not in seeds:
             continue

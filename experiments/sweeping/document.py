@@ -9,7 +9,9 @@
       optimizer.learning_rate: [1.0e-3, 2.0e-3]
     seeds: [0, 1, 2]                        # of the weights, the split and the order of the data
     compare:
-      baseline: planned                     # the trial that the others are held against
+      baseline: planned                     # the trial that the others are held against; or keys, such as
+                                            # {optimizer.name: fp32_adamw}: each is held against the one
+                                            # that differs from it in these alone
       metrics: [last_evaluation_loss, median_step_seconds]
 
 A trial is one configuration: its identity is a digest of everything in it but the place where its
@@ -24,7 +26,7 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import pydantic
@@ -54,9 +56,9 @@ class NamedTrial(_Strict):
 
 
 class Comparison(_Strict):
-    """Which trial the others are held against, and by which entries of summary.json."""
+    """Which trial the others are held against (see the module), and by which entries of summary.json."""
 
-    baseline: str
+    baseline: str | dict[str, Any]
     metrics: Annotated[list[str], pydantic.Field(min_length=1)]
 
 
@@ -80,6 +82,7 @@ class Trial:
         overrides: dotted keys that differ from the base, the seed's left out.
         digest: SHA-256 of the resolved configuration without `run`, in hexadecimal.
         problem: why the configuration cannot be used; None where it can.
+        compared_with: name of the variant that it is held against.
     """
 
     name: str
@@ -88,6 +91,7 @@ class Trial:
     config: Config | None
     digest: str
     problem: str | None = None
+    compared_with: str = ""
 
     @property
     def folder_name(self) -> str:
@@ -127,10 +131,26 @@ def read_sweep(path: pathlib.Path) -> Sweep:
         for name, overrides in _variants(document):
             trials.append(_trial(path, base, name, {**document.set, **overrides}, seed))
     _check_distinct(path, trials)
-    if document.compare.baseline not in {trial.name for trial in trials}:
-        names = ", ".join(dict.fromkeys(trial.name for trial in trials))
-        raise SweepError(f"{path}: compare.baseline {document.compare.baseline!r} is no trial ({names})")
-    return Sweep(path, document, tuple(trials))
+    compared = [
+        dataclasses.replace(trial, compared_with=_baseline_of(path, document, trial, trials))
+        for trial in trials
+    ]
+    return Sweep(path, document, tuple(compared))
+
+
+def _baseline_of(path: pathlib.Path, document: SweepDocument, trial: Trial, trials: Sequence[Trial]) -> str:
+    """Name of the variant that a trial is held against."""
+    baseline = document.compare.baseline
+    if isinstance(baseline, str):
+        if baseline not in {other.name for other in trials}:
+            names = ", ".join(dict.fromkeys(other.name for other in trials))
+            raise SweepError(f"{path}: compare.baseline {baseline!r} is no trial ({names})")
+        return baseline
+    wanted = {**trial.overrides, **baseline}
+    found = [other.name for other in trials if other.overrides == wanted]
+    if not found:
+        raise SweepError(f"{path}: compare.baseline {baseline}: no trial is as {trial.name!r} but for that")
+    return found[0]
 
 
 def _document(path: pathlib.Path) -> SweepDocument:

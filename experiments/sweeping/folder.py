@@ -134,6 +134,7 @@ def describe(sweep: Sweep) -> dict[str, Any]:
                 "digest": trial.digest,
                 "folder": trial.folder_name,
                 "problem": trial.problem,
+                "compared_with": trial.compared_with,
             }
             for trial in sweep.trials
         ],

@@ -11,7 +11,7 @@ def write_sweep(folder: pathlib.Path, *, commits: tuple[str, ...] = ("abc",)) ->
     for name, seed in [(name, seed) for name in ("plain", "slow", "huge") for seed in range(3)]:
         digest = f"{name}{seed}"
         entry = {"name": name, "seed": seed, "overrides": {}, "digest": digest, "folder": digest}
-        trials.append({**entry, "problem": None})
+        trials.append({**entry, "problem": None, "compared_with": "plain"})
         write_outcome(folder, name, seed, digest, commits[seed % len(commits)])
     compare = {"baseline": "plain", "metrics": ["last_evaluation_loss"]}
     described = {"name": "tried", "file": "tried.yaml", "compare": compare, "grid": {}, "trials": trials}

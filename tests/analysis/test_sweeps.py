@@ -7,7 +7,7 @@ import pytest
 
 from analysis.report import main, remarks, report_page
 from analysis.statistics import kendall_tau, mean, paired
-from analysis.sweeps import SweepError, markdown_table, read_sweep
+from analysis.sweeps import SweepError, loss_sentences, markdown_table, read_sweep
 from tests.analysis.sweep_folder import write_sweep
 
 
@@ -42,6 +42,14 @@ def test_a_sweep_is_read_by_variant_and_seed(tmp_path):
     assert records.order_agreement() == 1.0
     # Of plan.json, for the tokens that the steps had.
     assert records.step_seconds() == [("plain", 1.1, 1.0), ("slow", pytest.approx(1.9), 2.0)]
+
+
+def test_a_loss_one_per_cent_worse_is_excluded_or_not(tmp_path):
+    records = read_sweep(write_sweep(tmp_path))
+    (line,) = loss_sentences(records)
+    # 0.51 of a mean of 3.0, from 0.485 to 0.535.
+    assert line.startswith("held-out loss of slow against plain, 3 pairs: +17.00 % (+16.17 to +17.83 %")
+    assert line.endswith("which does not exclude a loss 1 % worse.")
 
 
 def test_what_does_not_fit_stands_in_the_table_with_the_planner_s_words(tmp_path):

@@ -19,7 +19,15 @@ def write(folder, *, scores=None):
     for name, (rate, seconds) in VARIANTS.items():
         digest = name.replace(" ", "-")
         trials.append(
-            {"name": name, "seed": 0, "overrides": {}, "digest": digest, "folder": digest, "problem": None}
+            {
+                "name": name,
+                "seed": 0,
+                "overrides": {},
+                "digest": digest,
+                "folder": digest,
+                "problem": None,
+                "compared_with": "LazyJAX",
+            }
         )
         run = folder / "trials" / digest
         run.mkdir(parents=True)

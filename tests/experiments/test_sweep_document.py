@@ -42,6 +42,21 @@ def test_a_sweep_is_the_product_of_its_list_its_grid_and_its_seeds(tmp_path):
     assert len({trial.folder_name for trial in sweep.trials}) == 8
 
 
+def test_a_baseline_may_be_keys_that_each_trial_is_held_against(tmp_path):
+    text = GOOD.replace(
+        "baseline: deferred learning_rate=0.001", "baseline: {optimizer.learning_rate: 1.0e-3}"
+    )
+    sweep = read_sweep(write(tmp_path, text))
+    pairs = {trial.name: trial.compared_with for trial in sweep.trials}
+    assert pairs == {
+        f"{name} learning_rate={rate}": f"{name} learning_rate=0.001"
+        for name in ("deferred", "immediate")
+        for rate in (0.001, 0.002)
+    }
+    with pytest.raises(SweepError, match=r"no trial is as 'deferred learning_rate=0.001' but for that"):
+        read_sweep(write(tmp_path, text.replace("learning_rate: 1.0e-3}", "learning_rate: 0.5}")))
+
+
 def test_a_trial_keeps_its_digest_whatever_the_file_says_besides(tmp_path):
     digests = {trial.digest for trial in read_sweep(write(tmp_path, GOOD)).trials}
     fewer = GOOD.replace("[1.0e-3, 2.0e-3]", "[1.0e-3]").replace("seeds: [0, 1]", "seeds: [1]")
