@@ -66,6 +66,18 @@ class Resource(enum.StrEnum):
     NVME_WRITE = "nvme_write"
 
 
+class Part(enum.StrEnum):
+    """What a layer owns from step to step, each of which lives on the host or on NVMe.
+
+    `lo` and `hi` are the halves of the fp32 master weights (`lazyjax.storage.master`).
+    """
+
+    STATE = "state"
+    LO = "lo"
+    GRADIENT = "gradient"
+    HI = "hi"
+
+
 def item_bytes(dtype: str) -> int:
     """Bytes of one element of `dtype`; raises KeyError for a type that no slab uses."""
     return _ITEM_BYTES[dtype]

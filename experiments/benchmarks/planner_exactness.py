@@ -32,8 +32,8 @@ from lazyjax.planning.planner.milp import solve
 from lazyjax.planning.planner.problem import Problem, save_options
 from lazyjax.planning.program.schedule import Action, LayerSizes, ModelSizes, Operation, build_schedule
 from lazyjax.planning.program.simulate import simulate
-from lazyjax.planning.program.verify import state_bytes_per_tier, used_bytes
-from lazyjax.specs import Tier
+from lazyjax.planning.program.verify import owned_bytes_per_tier, used_bytes
+from lazyjax.specs import Part, Tier
 from lazyjax.timeline import Resource
 
 
@@ -67,6 +67,15 @@ class RandomSeconds:
                 return operation.bytes / 100.0 / self.rate[operation.resource]
 
 
+#: Of what layers own, what may live on a drive.
+_SETS: tuple[tuple[frozenset[Part], ...], ...] = (
+    (frozenset(), frozenset([Part.STATE])),
+    (frozenset(), frozenset([Part.STATE, Part.LO]), frozenset(Part)),
+    (frozenset([Part.GRADIENT]), frozenset([Part.GRADIENT, Part.HI])),
+    (frozenset(Part),),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Instance:
     """A random problem and what it was drawn from."""
@@ -96,6 +105,9 @@ def draw_roomy(rng: np.random.Generator, most_blocks: int, fewest_blocks: int = 
     hidden = int(rng.integers(10, 60))
     slabs = {kind: int(rng.integers(20, 150)) for kind in range(2)}
     ends = int(rng.integers(20, 300))
+    # Drawn apart, so that the other figures stay what they were.
+    owned = np.random.default_rng(int(slabs[0]) * 1009 + ends)
+    both_halves = bool(owned.random() < 0.3)
     layers = []
     for index in range(blocks + 2):
         inner = 0 < index <= blocks
@@ -108,9 +120,10 @@ def draw_roomy(rng: np.random.Generator, most_blocks: int, fewest_blocks: int = 
                 input_bytes=hidden if index else 0,
                 residual_bytes=residuals[index],
                 state_bytes=parameters,
+                half_bytes=parameters // (2 if both_halves else 1),
             )
         )
-    sizes = ModelSizes(tuple(layers), 3, tied)
+    sizes = ModelSizes(tuple(layers), 3, tied, both_halves)
     names = [tuple(layer.residual_bytes) for layer in layers]
     nvme = bool(rng.random() < 0.4)
     nvme_states = bool(rng.random() < 0.3)
@@ -136,6 +149,8 @@ def draw_roomy(rng: np.random.Generator, most_blocks: int, fewest_blocks: int = 
         longest_segment=blocks if rng.random() < 0.5 else 2,
         boundary_homes=tuple(Tier) if nvme else (Tier.DEVICE, Tier.HOST),
         state_home=Tier.NVME if nvme_states else Tier.HOST,
+        owned_sets=_SETS[int(owned.integers(len(_SETS)))],
+        static_host_bytes=sum(2 * layer.half_bytes + layer.gradient_bytes for layer in layers),
         by_layer=False,
         residents=bool(rng.random() < 0.6),
     )
@@ -218,7 +233,7 @@ def _capacities(problem: Problem, rng: np.random.Generator) -> dict[Tier, int]:
 def used_bytes_of(problem: Problem, plan: Plan) -> dict[Tier, int]:
     """Peaks of a plan as its own schedule counts them, with what is there all the time."""
     peak = used_bytes(build_schedule(plan, problem.sizes), problem.working_bytes)
-    static = state_bytes_per_tier(plan, problem.sizes)
+    static = owned_bytes_per_tier(plan, problem.sizes)
     static[Tier.HOST] += problem.static_host_bytes
     return {tier: peak[tier] + static[tier] for tier in Tier}
 

@@ -16,7 +16,7 @@ from lazyjax.planning.program.evaluate import evaluate
 from lazyjax.planning.program.schedule import build_schedule, expand
 from lazyjax.planning.program.simulate import simulate
 from lazyjax.planning.program.verify import verify
-from lazyjax.specs import Tier
+from lazyjax.specs import Part, Tier
 
 SEEDS = range(24)
 
@@ -56,18 +56,28 @@ def test_the_model_of_time_is_the_schedules_own(seed, contention):
         assert model.period(values) == pytest.approx(own, rel=1e-9)
 
 
+SETS = {
+    "state": (frozenset(), frozenset([Part.STATE])),
+    "all, step by step": (frozenset(), *(frozenset([*Part][:count]) for count in (1, 2, 3, 4))),
+    "nothing or all": (frozenset(), frozenset(Part)),
+    "no choice": (frozenset(Part),),
+}
+
+
 @pytest.mark.parametrize("update", ["deferred", "immediate"])
-def test_state_on_the_drive_waits_for_what_is_there(update):
-    """A layer's state waits for the one before it on the way down, where that is on the drive at all."""
-    problem = next(p for p in map(long_chain, range(100)) if p.microbatches == 1)
+@pytest.mark.parametrize("sets", SETS)
+def test_what_layers_own_on_the_drive_waits_for_what_is_there(update, sets):
+    """Copies wait for those of a layer before that are on their way down, where there are any."""
+    problem = next(p for p in map(long_chain, range(100)) if p.microbatches == 1 and p.sizes.both_halves)
     settings = problem.settings.model_copy(update={"update": update})
-    problem = dataclasses.replace(problem, settings=settings, state_home=Tier.NVME)
+    problem = dataclasses.replace(problem, settings=settings, state_home=Tier.NVME, owned_sets=SETS[sets])
     model, rng = TimeModel(problem), np.random.default_rng(0)
     rows = memory_rows(problem, model.choices, model.expansion)
-    for position in range(20):
+    for position in range(12):
         values = model.choices.encode(settings)
-        numbers = list(model.choices.state_home.number.values())
-        values[numbers] = rng.random(len(numbers)) < (position + 1) / 20
+        for first in model.choices.state_home.number.values():
+            if rng.random() < (position + 1) / 12:
+                values[first + int(rng.integers(len(SETS[sets]) - 1))] = 1.0
         plan = model.choices.decode(values, "random")
         verified = verify(plan, problem.sizes, problem.seconds)
         assert model.period(values) == pytest.approx(verified.period_seconds, rel=1e-9)

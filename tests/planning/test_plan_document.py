@@ -1,6 +1,7 @@
 """A plan is bound to what it was made for: an architecture, an optimizer, dtypes and a machine, no name."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -67,6 +68,16 @@ def test_a_plan_of_another_version_is_refused_by_name(tmp_path):
     path.write_text(plan.model_dump_json().replace(f'"version":{PLAN_VERSION}', '"version":2'))
     with pytest.raises(PlanError, match=f"plan.json: version 2, this release reads version {PLAN_VERSION}"):
         load_plan(path)
+
+
+def test_a_plan_from_before_has_everything_that_layers_own_on_the_host(tmp_path):
+    plan = recompute_all(TEMPLATE.spec, NAMES, rows=4, sequence_length=8)
+    document = plan.model_dump(mode="json") | {"version": 3}
+    for layer in document["layers"]:
+        for part in ("lo", "gradient", "hi"):
+            del layer[part]
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    assert load_plan(tmp_path / "plan.json") == plan
 
 
 def test_the_fingerprint_is_of_decisions():

@@ -35,7 +35,7 @@ from lazyjax.planning.planner.search import find_plan, predict
 from lazyjax.planning.planner.service import InfeasibleError, solve_cached, verify_for
 from lazyjax.planning.planner.timing import TimeModel
 from lazyjax.runs import RunError
-from lazyjax.specs import Tier
+from lazyjax.specs import Part, Tier
 from tests.tiny import template
 
 ROWS, TOKENS = 8, 64
@@ -57,6 +57,33 @@ def request_():
     device = (lean.peak_bytes["device"] + rich.peak_bytes["device"]) // 2
     capacity = {**roomy.capacity, Tier.DEVICE: device}
     return dataclasses.replace(roomy, capacity=capacity)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.25])
+def test_what_the_host_has_no_room_for_goes_to_nvme(request_, share):
+    """As far as it must: state first, the high half of the master weights last."""
+    state = sum(layer.state_bytes for layer in request_.sizes(1).layers)
+    host = int(share * (request_.static_host_bytes + state))
+    capacity = {**request_.capacity, Tier.HOST: host, Tier.NVME: 2 * (request_.static_host_bytes + state)}
+    request = dataclasses.replace(request_, capacity=capacity, microbatches=1)
+    found = find_plan(request, time_limit_seconds=LIMIT)
+    assert found.plan is not None, found.shortfall_bytes
+    verify_for(request, found.plan)
+    counts = [sum(part in layer.on_nvme for layer in found.plan.layers) for part in Part]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > 0
+    assert (counts[-1] > 0) == (share < 0.5)
+
+
+def test_a_request_can_fix_what_lives_on_nvme(request_):
+    parts = frozenset([Part.LO, Part.GRADIENT])
+    request = dataclasses.replace(
+        request_, capacity={**request_.capacity, Tier.NVME: 10**9}, microbatches=1, on_nvme=parts
+    )
+    found = find_plan(request, time_limit_seconds=LIMIT)
+    assert [layer.on_nvme for layer in found.plan.layers] == [parts] * len(found.plan.layers)
+    verify_for(request, found.plan)
+    assert request_key(request) != request_key(dataclasses.replace(request, on_nvme=None))
 
 
 def plan_of(request, name):

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lazyjax.planning.commands.sentences import bound_sentence, decisions, digits, verdict
+from lazyjax.planning.commands.sentences import PART_WORDS, bound_sentence, decisions, digits, verdict
 from lazyjax.planning.plan.baselines import PUBLISHED
 from lazyjax.planning.plan.document import Boundary, LayerPlan, Plan, PlanError, validate_plan
 from lazyjax.planning.planner.question import Request, microbatch_counts
@@ -20,7 +20,7 @@ from lazyjax.planning.program.critical import critical_path, exposed_seconds
 from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, build_schedule
 from lazyjax.planning.program.simulate import simulate
 from lazyjax.planning.program.verify import Verification
-from lazyjax.specs import Tier
+from lazyjax.specs import Part, Tier
 from lazyjax.timeline import Resource
 
 #: Most microbatches with which a baseline is tried.
@@ -144,13 +144,15 @@ def layer_map(plan: Plan, per_line: int = 8) -> Text:
         "then how many tensors inside are kept where (. none, d3 three on the device),\n"
         "* parameters stay on the device, ' optimizer state on NVMe\n"
     )
+    if any(layer.on_nvme - {Part.STATE} for layer in plan.layers):
+        text.append("(\" with more of what the layer owns)\n")
     for start in range(0, len(plan.layers), per_line):
         text.append(f"{start:>4}  ")
         for layer in plan.layers[start : start + per_line]:
             text.append(_HOME_LETTERS[layer.boundary.value], style=_HOME_STYLES[layer.boundary.value])
             cell = _kept_where(layer)
             text.append(cell, style="dim" if cell == "." else "")
-            marks = ("*" if layer.resident else "") + ("'" if layer.state == "nvme" else "")
+            marks = ("*" if layer.resident else "") + _owned_mark(layer)
             text.append(marks + " " * max(1, 7 - len(cell) - len(marks)))
         text.append("\n")
     return text
@@ -310,14 +312,25 @@ def _alternatives(request: Request, plan: Plan, layer: int) -> list[LayerPlan]:
     if inner or (layer == 0 and request.spec.tied):
         found.append(decided.model_copy(update={"resident": not decided.resident}))
     if request.capacity[Tier.NVME]:
-        found.append(decided.model_copy(update={"state": "host" if decided.state == "nvme" else "nvme"}))
+        for parts in (frozenset[Part](), frozenset([Part.STATE]), frozenset(Part)):
+            found.append(decided.with_on_nvme(parts))
     return [alternative for alternative in found if alternative != decided]
 
 
 def _describe(layer: LayerPlan) -> str:
     resident = "; parameters stay" if layer.resident else ""
-    state = "; optimizer state on NVMe" if layer.state == "nvme" else ""
-    return f"input {layer.boundary.value}; saves {_saved(layer)}{resident}{state}"
+    below = f"; on NVMe: {_owned(layer)}" if layer.on_nvme else ""
+    return f"input {layer.boundary.value}; saves {_saved(layer)}{resident}{below}"
+
+
+def _owned(layer: LayerPlan) -> str:
+    return ", ".join(words for part, words in PART_WORDS.items() if part in layer.on_nvme) or "nothing"
+
+
+def _owned_mark(layer: LayerPlan) -> str:
+    if not layer.on_nvme:
+        return ""
+    return "'" if layer.on_nvme == {Part.STATE} else '"'
 
 
 def _saved(layer: LayerPlan) -> str:
@@ -337,6 +350,6 @@ def _difference(decided: LayerPlan, alternative: LayerPlan) -> str:
         parts.append(f"save {_saved(alternative)}")
     if alternative.resident != decided.resident:
         parts.append("parameters stay" if alternative.resident else "parameters are fetched")
-    if alternative.state != decided.state:
-        parts.append(f"optimizer state on {alternative.state}")
+    if alternative.on_nvme != decided.on_nvme:
+        parts.append(f"on NVMe: {_owned(alternative)}")
     return "; ".join(parts)

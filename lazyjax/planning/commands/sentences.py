@@ -7,7 +7,15 @@ import math
 from lazyjax.planning.plan.document import Boundary, Plan
 from lazyjax.planning.planner.question import Request
 from lazyjax.planning.program.verify import Verification
-from lazyjax.specs import Tier
+from lazyjax.specs import Part, Tier
+
+#: What layers own, in words.
+PART_WORDS = {
+    Part.STATE: "optimizer state",
+    Part.LO: "low half of the master weights",
+    Part.GRADIENT: "gradient",
+    Part.HI: "high half of the master weights",
+}
 
 
 def decisions(plan: Plan) -> str:
@@ -36,9 +44,10 @@ def decisions(plan: Plan) -> str:
     residents = sum(layer.resident for layer in plan.layers)
     if residents:
         parts.append(f"parameters of {residents} layers stay on the device")
-    states = sum(layer.state == "nvme" for layer in plan.layers)
-    if states:
-        parts.append(f"optimizer state of {states} layers on NVMe")
+    for part, name in PART_WORDS.items():
+        below = sum(part in layer.on_nvme for layer in plan.layers)
+        if below:
+            parts.append(f"{name} of {below} layers on NVMe")
     parts.append(f"parameter slabs on the device: {plan.prefetch} forward, {plan.backward_prefetch} backward")
     if plan.microbatches > 1:
         parts.append(f"between layers activations wait on the {plan.interlayer_home}")

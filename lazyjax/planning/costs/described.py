@@ -228,6 +228,7 @@ def described_costs(
                 gradient_bytes=length * _BF16_BYTES,
                 input_bytes=source.tokens * model.hidden_size * _BF16_BYTES if index else 0,
                 residual_bytes=residuals[layer.kind],
+                half_bytes=length * 2,
             )
         )
     sizes = ModelSizes(tuple(layers), source.tokens * BATCH_BYTES_PER_TOKEN, spec.tied)

@@ -158,9 +158,9 @@ class Costs:
                 return operation.bytes / (profile.h2d_bytes_per_second * profile.duplex_factor)
             case Action.OFFLOAD | Action.GRADIENT_OUT:
                 return operation.bytes / (profile.d2h_bytes_per_second * profile.duplex_factor)
-            case Action.LOAD | Action.LOAD_STATE:
+            case Action.LOAD | Action.LOAD_STATE | Action.LOAD_PARAMETERS:
                 return self._nvme_seconds(operation.bytes, "nvme_read_bytes_per_second")
-            case Action.SPILL | Action.SPILL_STATE:
+            case Action.SPILL | Action.SPILL_STATE | Action.SPILL_GRADIENT:
                 return self._nvme_seconds(operation.bytes, "nvme_write_bytes_per_second")
             case Action.UPDATE:
                 return self.update_seconds(operation.layer)

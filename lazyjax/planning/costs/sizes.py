@@ -51,7 +51,8 @@ def model_sizes(
                 gradient_bytes=length * item_bytes(gradient_dtype),
                 input_bytes=hidden_bytes if index else 0,
                 residual_bytes=residuals[layer.kind],
+                half_bytes=length * 2,
             )
         )
     batch_bytes = rows * sequence_length * BATCH_BYTES_PER_TOKEN // devices
-    return ModelSizes(tuple(layers), batch_bytes, spec.tied)
+    return ModelSizes(tuple(layers), batch_bytes, spec.tied, compute_dtype == "float32")

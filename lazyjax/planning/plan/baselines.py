@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from lazyjax.config.names import PLANNER_NAMES
-from lazyjax.planning.plan.document import Boundary, LayerPlan, Plan
+from lazyjax.planning.plan.document import Boundary, LayerPlan, Plan, owned_homes
 from lazyjax.specs import ModelSpec, Tier
 
 #: Layers per recomputed segment in MegaTrain (arXiv 2604.05091).
@@ -119,7 +119,7 @@ def without_nvme(plan: Plan) -> Plan:
                 "saved": {
                     name: Tier.HOST if tier is Tier.NVME else tier for name, tier in layer.saved.items()
                 },
-                "state": "host",
+                **owned_homes((), Tier.HOST),
             }
         )
         for layer in plan.layers

@@ -1,10 +1,11 @@
 """The plan: every decision about one training step, as a versioned document.
 
 A plan says where each layer's input (its boundary) and its named residuals live between the
-forward and the backward pass, which parameters stay on the device, where optimizer state
-lives, and how the batch is cut. Planners write plans, `lazyjax.planning.program.schedule` expands them;
-nothing else interprets them. Layers are numbered as in `ModelSpec.layers`: 0 is the embedding,
-then the blocks, last the head; boundary l is the input of layer l.
+forward and the backward pass, which parameters stay on the device, where what a layer owns from
+step to step lives, and how the batch is cut. Planners write plans,
+`lazyjax.planning.program.schedule` expands them; nothing else interprets them. Layers are numbered
+as in `ModelSpec.layers`: 0 is the embedding, then the blocks, last the head; boundary l is the
+input of layer l.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from __future__ import annotations
 import hashlib
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import pydantic
 
 from lazyjax.specs import Boundary as Boundary
-from lazyjax.specs import ModelSpec, Tier
+from lazyjax.specs import ModelSpec, Part, Tier
 
-PLAN_VERSION: Literal[3] = 3
+PLAN_VERSION: Literal[4] = 4
+#: Without homes of gradients and of the halves of the master weights: these were on the host.
+_EARLIER_VERSIONS = (3,)
 
 
 #: Fields of a plan that say what it was made for, besides the machine.
@@ -29,6 +32,9 @@ MADE_FOR = ("architecture", "optimizer", "compute_dtype", "gradient_dtype")
 
 class PlanError(ValueError):
     """A plan that cannot be read or does not fit the model; the message names the key."""
+
+
+OwnedHome = Literal["host", "nvme"]
 
 
 class _Model(pydantic.BaseModel):
@@ -43,13 +49,35 @@ class LayerPlan(_Model):
             stays on the device; the head's is used at once and must be `device`.
         saved: home of each named residual that is kept; names left out are recomputed.
         resident: parameters stay on the device from the forward to the backward pass.
-        state: home of the optimizer state.
+        state, lo, gradient, hi: homes of the optimizer state, of the gradient until the update, and of
+            the two halves of the master weights.
     """
 
     boundary: Boundary = Boundary.DEVICE
     saved: Mapping[str, Tier] = pydantic.Field(default_factory=dict)
     resident: bool = False
-    state: Literal["host", "nvme"] = "host"
+    state: OwnedHome = "host"
+    lo: OwnedHome = "host"
+    gradient: OwnedHome = "host"
+    hi: OwnedHome = "host"
+
+    def owned_home(self, part: Part) -> Tier:
+        """Where a part lives."""
+        return Tier(getattr(self, part.value))
+
+    @property
+    def on_nvme(self) -> frozenset[Part]:
+        """The parts that live on NVMe."""
+        return frozenset(part for part in Part if self.owned_home(part) is Tier.NVME)
+
+    def with_on_nvme(self, parts: Collection[Part]) -> LayerPlan:
+        """The same decisions with `parts` on NVMe and the others on the host."""
+        return self.model_copy(update=owned_homes(parts, Tier.NVME))
+
+
+def owned_homes(parts: Collection[Part], home: Tier) -> dict[str, str]:
+    """Fields of a `LayerPlan`: `parts` on `home`, the others on the host."""
+    return {part.value: (home if part in parts else Tier.HOST).value for part in Part}
 
 
 class Prediction(_Model):
@@ -93,7 +121,7 @@ class Plan(_Model):
         hardware, device: profile that its times come from, and what that says the device is.
     """
 
-    version: Literal[3] = PLAN_VERSION
+    version: Literal[4] = PLAN_VERSION
     model: str
     architecture: str | None = None
     optimizer: str | None = None
@@ -147,15 +175,31 @@ def load_plan(path: pathlib.Path) -> Plan:
         raise PlanError(f"plan {path}: cannot be read ({error.strerror})") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"plan {path}: not JSON ({error})") from error
+    return read_plan(document, f"plan {path}")
+
+
+def read_plan(document: Any, where: str) -> Plan:
+    """The plan that a JSON document holds, of this version or of one before that can still be read.
+
+    Args:
+        where: names the document in messages.
+
+    Raises:
+        PlanError: naming the key that is missing, unknown or of the wrong type.
+    """
     found = document["version"] if isinstance(document, dict) and "version" in document else None
-    if found != PLAN_VERSION:
-        raise PlanError(f"plan {path}: version {found}, this release reads version {PLAN_VERSION}")
+    if found not in (PLAN_VERSION, *_EARLIER_VERSIONS):
+        earlier = ", ".join(map(str, _EARLIER_VERSIONS))
+        raise PlanError(
+            f"{where}: version {found}, this release reads version {PLAN_VERSION} "
+            f"and plans of version {earlier}"
+        )
     try:
-        return Plan.model_validate(document)
+        return Plan.model_validate({**document, "version": PLAN_VERSION})
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise PlanError(f"plan {path}: {key}: {first['msg']}") from error
+        raise PlanError(f"{where}: {key}: {first['msg']}") from error
 
 
 def check_made_for(plan: Plan, asked: Mapping[str, Any], where: str) -> None:
@@ -212,7 +256,7 @@ def validate_plan(plan: Plan, spec: ModelSpec, residual_names: Sequence[Sequence
 def uses_nvme(plan: Plan) -> bool:
     """Whether anything of the plan lives on NVMe."""
     return any(
-        layer.boundary is Boundary.NVME or Tier.NVME in layer.saved.values() or layer.state == "nvme"
+        layer.boundary is Boundary.NVME or Tier.NVME in layer.saved.values() or layer.on_nvme
         for layer in plan.layers
     )
 

@@ -10,13 +10,14 @@ from jaxtyping import Float64
 
 from lazyjax.planning.plan.document import LayerPlan, Plan, PlanError
 from lazyjax.planning.planner.decisions.decision import Binaries, Change, Decision, ManyBinaries, Row
-from lazyjax.planning.planner.decisions.flags import Residency, StateHome
+from lazyjax.planning.planner.decisions.flags import Residency
+from lazyjax.planning.planner.decisions.owned import OwnedHomes
 from lazyjax.planning.planner.decisions.residuals import Residuals
 from lazyjax.planning.planner.decisions.segments import Segments
 from lazyjax.planning.planner.problem import Problem
 from lazyjax.planning.program.conditions import ALWAYS, NEVER, Condition
 from lazyjax.planning.program.windows import Segment
-from lazyjax.specs import Tier
+from lazyjax.specs import Part, Tier
 
 
 class Choices:
@@ -32,7 +33,7 @@ class Choices:
         self._take(self.residuals)
         self.residency = Residency(problem, self.binaries, self.cuts)
         self._take(self.residency)
-        self.state_home = StateHome(problem, self.binaries, self.cuts)
+        self.state_home = OwnedHomes(problem, self.binaries, self.cuts)
         self._take(self.state_home)
         for make in problem.further_decisions:
             self._take(make(problem, self.binaries, self.cuts))
@@ -78,9 +79,9 @@ class Choices:
         """The residual is kept on `tier`."""
         return self.residuals.saved(layer, name, tier)
 
-    def state(self, layer: int, tier: Tier) -> Condition:
-        """The layer's optimizer state lives on `tier`."""
-        return self.state_home.state(layer, tier)
+    def owned(self, layer: int, part: Part, tier: Tier) -> Condition:
+        """A part of what the layer owns lives on `tier`."""
+        return self.state_home.owned(layer, part, tier)
 
     def reduced(self, condition: Condition) -> Condition:
         """`ALWAYS` where all members of a group are named."""

@@ -21,11 +21,11 @@ from lazyjax.planning.planner.choices import Choices
 from lazyjax.planning.planner.problem import Problem
 from lazyjax.planning.program.conditions import NEVER, Condition
 from lazyjax.planning.program.expansion import Expansion, LiftedOperation, Slot
-from lazyjax.planning.program.operations import COMPUTE_ACTIONS, LINKS, Action, Place
+from lazyjax.planning.program.operations import COMPUTE_ACTIONS, LINKS, Action, Place, shows_free
 from lazyjax.planning.program.schedule import expand
 from lazyjax.planning.program.tiers import STATE_DOWN, UP
 from lazyjax.planning.program.windows import Item
-from lazyjax.specs import Tier
+from lazyjax.specs import Part, Tier
 
 #: Twice the feasibility tolerance of the solvers.
 SOLVER_TOLERANCE = 2e-7
@@ -107,8 +107,12 @@ class _Counting:
 
     def _always_live(self, tier: Tier) -> Affine:
         total = Affine(float(self.problem.static_host_bytes) if tier is Tier.HOST else 0.0)
-        for layer, sizes in enumerate(self.problem.sizes.layers):
-            total.add(self.choices.state(layer, tier), sizes.state_bytes)
+        for layer in range(self.problem.head + 1):
+            for part in Part:
+                size, here = self.problem.sizes.owned_bytes(layer, part), self.choices.owned
+                total.add(here(layer, part, tier), size)
+                if tier is Tier.HOST and part is not Part.STATE:
+                    total += Affine(-float(size))  # counted as static
         return total
 
     def rows(self) -> dict[Tier, list[MemoryRow]]:
@@ -154,7 +158,8 @@ class _Counting:
         raised: dict[Place, list[tuple[Slot, Condition]]] = defaultdict(list)
         for operation in self.operations:
             for slot in operation.throttles:
-                throttled.setdefault(slot, operation.slot)
+                if shows_free(operation.action, self.expansion.operations[slot].action):
+                    throttled.setdefault(slot, operation.slot)
             if operation.action in UP:
                 for change, condition in operation.allocates.items():
                     raised[change.place].append((operation.slot, condition))
@@ -163,16 +168,14 @@ class _Counting:
                 continue
             if operation.action in UP and operation.item is not None:
                 yield from self._releases_of_moves_up(operation, operation.item, raised)
+            elif operation.action is Action.FETCH and operation.item is not None:
+                for change, condition in operation.frees.items():
+                    yield self.expansion.compute(operation.item).slot, change.place, condition
             elif operation.slot in throttled:
                 waiting = throttled[operation.slot]
-                later = self.expansion.operations[waiting]
                 for change, condition in operation.frees.items():
-                    if operation.action in STATE_DOWN:
-                        # Only where the later layer's state comes up is the earlier one's waited for.
-                        for both in later.throttles[operation.slot]:
-                            yield waiting, change.place, both
-                    else:
-                        yield waiting, change.place, condition
+                    for held in self._released_under(operation, waiting, condition):
+                        yield waiting, change.place, held
 
     def _releases_of_moves_up(
         self, operation: LiftedOperation, item: Item, raised: Mapping[Place, Sequence[tuple[Slot, Condition]]]
@@ -187,6 +190,20 @@ class _Counting:
                 both = condition.both(other)
                 if slot > operation.slot and both != NEVER:
                     yield slot, change.place, both
+
+    def _released_under(
+        self, operation: LiftedOperation, waiting: Slot, condition: Condition
+    ) -> Iterator[Condition]:
+        """When what an operation frees under a condition is known to be free by the one that waits for it."""
+        later = self.expansion.operations[waiting]
+        if operation.action in STATE_DOWN:
+            # Only where the later layer's copies come up are the earlier one's waited for.
+            for exists in later.exists:
+                yield self.choices.product(condition, exists)
+        elif operation.action is Action.SPILL_GRADIENT:
+            yield from later.throttles[operation.slot]
+        else:
+            yield condition
 
 
 def _undominated(moments: Sequence[MemoryRow]) -> list[MemoryRow]:

@@ -34,10 +34,10 @@ def necessary_shortfall(request: Request, microbatch_rows: int | None = None) ->
     sizes = request.sizes(rows)
     host, nvme = request.capacity[Tier.HOST], request.capacity[Tier.NVME]
     state = sum(layer.state_bytes for layer in sizes.layers)
-    # Masters and gradients are always on the host; state is there too unless NVMe takes it.
+    # What layers own is on the host unless NVMe takes it.
     needed = {
         Tier.DEVICE: _least_device_bytes(request, sizes, rows),
-        Tier.HOST: request.static_host_bytes + max(0, state - nvme),
+        Tier.HOST: max(0, request.static_host_bytes + state - nvme),
         Tier.NVME: 0,
     }
     missing = {

@@ -22,7 +22,7 @@ from lazyjax.planning.program.operations import (
     no_working_bytes,
 )
 from lazyjax.planning.program.simulate import OperationSeconds
-from lazyjax.specs import Tier
+from lazyjax.specs import Part, Tier
 from lazyjax.timeline import Resource
 
 
@@ -37,12 +37,14 @@ class Problem:
         contention: what compute loses to copies and updates.
         saves: per layer the ways to keep residuals (name -> tier); the first keeps none.
         capacity: bytes that may be used per tier.
-        static_host_bytes: what the host holds all the time: masters, gradients, buffers; without
-            optimizer state, which counts where the plan puts it.
+        static_host_bytes: what the host holds if nothing of it lives further down: masters, gradients,
+            buffers; without optimizer state, which counts where the plan puts it.
         working_bytes: see `WorkingBytes`.
         longest_segment: most layers that share one kept boundary.
         boundary_homes: tiers on which a segment's first input may be kept.
-        state_home: tier below the host to which optimizer state may go; the host where it may not.
+        state_home: tier below the host to which what layers own may go; the host where it may not.
+        owned_sets: what of a layer may live there together, each set within the next one; where there
+            is but one, no layer has a choice.
         residents: whether slabs may stay on the device.
         by_layer: whether time is weighed window by window, all microbatches at once, or microbatch by
             microbatch (exact, and as many times larger). Memory is always exact.
@@ -63,6 +65,7 @@ class Problem:
     longest_segment: int = 4
     boundary_homes: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST)
     state_home: Tier = Tier.HOST
+    owned_sets: tuple[frozenset[Part], ...] = (frozenset(), frozenset([Part.STATE]))
     residents: bool = True
     by_layer: bool = True
     further_decisions: tuple[Callable[..., Any], ...] = ()

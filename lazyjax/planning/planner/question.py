@@ -17,9 +17,9 @@ from lazyjax.planning.costs.layers import SaveSet
 from lazyjax.planning.plan.document import LayerPlan, Plan, PlanError, leaves_one_empty
 from lazyjax.planning.planner.problem import Problem, save_options
 from lazyjax.planning.program.contention import Contention
-from lazyjax.planning.program.schedule import Action, ModelSizes, Operation
+from lazyjax.planning.program.schedule import STATE_WINDOW, Action, ModelSizes, Operation
 from lazyjax.planning.program.tiers import LINKS
-from lazyjax.specs import ModelSpec, Tier
+from lazyjax.specs import ModelSpec, Part, Tier
 
 InterlayerHome = Literal["device", "host"]
 Update = Literal["deferred", "immediate"]
@@ -30,6 +30,8 @@ _USUAL_TOKENS = 8192
 _MOST_PADDING = 1 / 8
 #: Chunks of a row's tokens that are considered where a microbatch is one row of more tokens than the first.
 _TOKEN_CHUNKS = (32768, 8192, 2048)
+#: Share of the host's memory that what layers own may fill without being a burden.
+_PLENTY = 0.5
 #: Layers per segment that the search considers.
 LONGEST_SEGMENT = 4
 
@@ -77,10 +79,11 @@ class Request:
         sizes: rows of a microbatch -> bytes, including optimizer state.
         costs: rows of a microbatch -> costs.
         capacity: bytes that may be used per tier; an NVMe capacity of 0 closes that tier.
-        static_host_bytes: masters and gradients.
+        static_host_bytes: of all masters and gradients, and what else is there whatever is planned.
         microbatches, prefetch, backward_prefetch, interlayer_home, update: fixed where given.
         token_chunk: tokens of a row that blocks compute at a time, in `sizes` and `costs`; None: all of them.
         chunked: for the search to decide that: other chunks -> sizes and costs. None: it is fixed.
+        on_nvme: what of every layer lives on NVMe, where that is fixed.
         devices: that share every batch and slab; sizes are those of one.
         identity: digest of model and costs, for the cache.
         made_for: what a plan records of all this (see `Plan`).
@@ -100,6 +103,7 @@ class Request:
     update: Update | None = None
     token_chunk: int | None = None
     chunked: Callable[[int], Tables] | None = None
+    on_nvme: frozenset[Part] | None = None
     devices: int = 1
     identity: str = ""
     made_for: Mapping[str, str | int | None] = dataclasses.field(default_factory=dict)
@@ -212,7 +216,6 @@ def problem_of(request: Request, settings: Plan, *, lean: bool = False) -> Probl
     request = request.at(settings)
     costs, sizes = request.costs(rows), request.sizes(rows)
     below = [link.lower for link in LINKS[1:] if request.capacity[link.lower] > 0]
-    has_state = any(layer.state_bytes for layer in sizes.layers)
     return Problem(
         settings=settings,
         sizes=sizes,
@@ -224,10 +227,32 @@ def problem_of(request: Request, settings: Plan, *, lean: bool = False) -> Probl
         contention=costs.contention,
         longest_segment=LONGEST_SEGMENT,
         boundary_homes=(Tier.DEVICE, Tier.HOST, *below),
-        state_home=below[-1] if below and has_state else Tier.HOST,
+        state_home=below[-1] if below else Tier.HOST,
+        owned_sets=_owned_sets(request, sizes),
         residents=not lean,
         kinds=tuple(layer.kind for layer in request.spec.layers),
     )
+
+
+def _owned_sets(request: Request, sizes: ModelSizes) -> tuple[frozenset[Part], ...]:
+    """What of a layer may live on a drive together, from what moves least for the room it makes.
+
+    State, the low half and the gradient go down and up once a step; the high half comes up again for the
+    backward pass. What the host has plenty of room for stays there: it would only slow the search down.
+    """
+    if request.on_nvme is not None:
+        return (request.on_nvme,)
+    layers, capacity = range(len(sizes.layers)), request.capacity[Tier.HOST]
+    total = {part: sum(sizes.owned_bytes(layer, part) for layer in layers) for part in Part}
+    if not total[Part.STATE] and sum(total.values()) <= _PLENTY * capacity:
+        return (frozenset(),)
+    sets = [frozenset[Part](), frozenset([Part.STATE])]
+    if sum(total.values()) > _PLENTY * capacity:
+        sets += [sets[-1] | {Part.LO}, sets[-1] | {Part.LO, Part.GRADIENT}]
+        most = max(sum(sizes.owned_bytes(layer, part) for part in Part) for layer in layers)
+        if total[Part.HI] + STATE_WINDOW * most > _PLENTY * capacity:
+            sets.append(frozenset(Part))
+    return tuple(sets)
 
 
 def _saves(request: Request) -> tuple[tuple[Mapping[str, Tier], ...], ...]:

@@ -27,7 +27,7 @@ from lazyjax.planning.program.simulate import simulate
 from lazyjax.planning.program.verify import (
     PERIOD_TOLERANCE,
     VerificationError,
-    state_bytes_per_tier,
+    owned_bytes_per_tier,
     used_bytes,
 )
 from lazyjax.specs import Tier
@@ -336,7 +336,7 @@ def predict(request: Request, plan: Plan) -> Prediction:
     schedule = build_schedule(plan, sizes)
     period = simulate(schedule, costs.operation_seconds, costs.contention).period_seconds
     peak = used_bytes(schedule, costs.working_bytes)
-    static = state_bytes_per_tier(plan, sizes)
+    static = owned_bytes_per_tier(plan, sizes)
     static[Tier.HOST] += request.static_host_bytes
     return Prediction(
         period_seconds=period, peak_bytes={tier.value: peak[tier] + static[tier] for tier in Tier}

@@ -92,7 +92,7 @@ class TimeModel:
             update = Operation(0, Action.UPDATE, operation.resource, operation.layer, None, 0)
             return Affine(self.problem.seconds(update))
         if operation.action not in COMPUTE_ACTIONS:
-            for change, condition in (operation.allocates or operation.frees).items():
+            for change, condition in operation.moves.items():
                 moved = self.problem.sizes.of(change.place.buffer)
                 total.add(condition, self._moving_seconds(operation, moved, change.times))
             return total
@@ -160,6 +160,8 @@ class _Waits:
         #: Transfers by the item that they serve.
         self.serving: dict[Item, list[LiftedOperation]] = defaultdict(list)
         self.last_compute: int | None = None
+        #: Whether reads for updates are in the queue of those for compute.
+        self.shares_queue = bool(expansion.state_writes)
         for operation in lifted:
             if operation.action in (Action.FETCH, Action.RELOAD) and operation.item is not None:
                 self.serving[operation.item].append(operation)
@@ -175,6 +177,13 @@ class _Waits:
             for transfer in self.serving[operation.item]:
                 for condition in transfer.exists:
                     yield self.index[transfer.slot], condition
+        elif self.shares_queue and operation.resource is Resource.NVME_READ and operation.item is not None:
+            # In its queue reads for updates follow, which an absent one must not hold up.
+            if self.last_compute is not None:
+                for condition in operation.exists:
+                    yield self.last_compute, condition
+        elif action is Action.SPILL_GRADIENT:
+            pass  # it follows the copy out of the device
         elif action is not Action.UPDATE and operation.item is not None and self.last_compute is not None:
             # Moves up are not issued before; moves down copy what it made.
             yield self.last_compute, ALWAYS
@@ -213,9 +222,18 @@ class _Waits:
             yield self.index[expansion.update_slot(expansion.head)], ALWAYS
         elif action in STATE_UP:
             # Where the last layer's is not needed, it ends with the last one before it.
-            last = expansion.state_writes(STATE_UP[action])[-1]
+            last = [*expansion.state_writes[STATE_UP[action]].values()][-1]
             for condition in operation.exists:
                 yield self.index[last], condition
+            gradient = expansion.gradient_write_slot(operation.layer)
+            if deferred and gradient in self.index:
+                for condition in expansion.operations[gradient].exists:
+                    yield self.index[gradient], condition
+        elif action is Action.LOAD_PARAMETERS and not deferred:
+            for written in expansion.state_writes.values():
+                if operation.layer in written:
+                    for condition in operation.exists:
+                        yield self.index[written[operation.layer]], condition
 
 
 def _merged(waits: Iterator[Wait]) -> list[Wait]:

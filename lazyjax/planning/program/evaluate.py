@@ -58,7 +58,7 @@ class _Evaluation:
         for index, (lifted, allocates, frees) in enumerate(self.present):
             saved = self._saved(lifted)
             reads = tuple(self._reads(lifted, allocates, frees, saved))
-            moves = 0 if lifted.condition else sum(map(self._bytes, allocates or frees))
+            moves = 0 if lifted.condition else sum(map(self._bytes, self._places(lifted.moves)))
             yield Operation(
                 index=index,
                 action=lifted.action,
@@ -134,7 +134,7 @@ class _Evaluation:
         action = lifted.action
         if action in COMPUTE_ACTIONS or action is Action.GRADIENT_OUT:
             yield from (self.made[Place(buffer, Tier.DEVICE)] for buffer in reads)
-        elif action is Action.FETCH or action in UP:
+        elif action in (Action.FETCH, Action.LOAD_PARAMETERS) or action in UP:
             # Not issued before the compute operation ahead of it: it takes memory from then on.
             if self.last_compute is not None:
                 yield self.last_compute
@@ -159,5 +159,15 @@ class _Evaluation:
         elif lifted.action is Action.FETCH and not deferred:
             yield self.index[self.expansion.update_slot(self.expansion.head)]
         elif lifted.action in STATE_UP:
-            written = self.expansion.state_writes(STATE_UP[lifted.action])
+            written = self.expansion.state_writes[STATE_UP[lifted.action]].values()
             yield max(self.index[slot] for slot in written if slot in self.index)
+            gradient = self.expansion.gradient_write_slot(lifted.layer)
+            if deferred and gradient in self.index:
+                yield self.index[gradient]
+        elif lifted.action is Action.LOAD_PARAMETERS and not deferred:
+            yield from (
+                self.index[slot]
+                for written in self.expansion.state_writes.values()
+                for layer, slot in written.items()
+                if layer == lifted.layer
+            )

@@ -7,15 +7,16 @@ are evaluated (`lazyjax.planning.program.schedule`); the program's rows for time
 replay of many plans at once are sums over the same list (`lazyjax.planning.planner`). What an operation
 waits for because it reads it follows from who made it and is not written down.
 
-Emitters: this module writes compute operations and host updates,
-`lazyjax.planning.program.activations` whatever passes between layers,
-`lazyjax.planning.program.parameters` slabs and gradients.
+Emitters: this module writes compute operations, `lazyjax.planning.program.activations` whatever passes
+between layers, `lazyjax.planning.program.parameters` slabs and gradients,
+`lazyjax.planning.program.updates` host updates and what they need.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from lazyjax.planning.program.conditions import ALWAYS, NEVER, Condition, weakest
@@ -28,7 +29,7 @@ from lazyjax.planning.program.operations import (
     Place,
 )
 from lazyjax.planning.program.space import Space
-from lazyjax.planning.program.tiers import LINKS, Link
+from lazyjax.planning.program.tiers import STATE_DOWN, Link
 from lazyjax.planning.program.windows import Item, Window, Windows
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
@@ -39,8 +40,10 @@ OFFLOAD_WINDOW_ITEMS = 2
 GRADIENT_WINDOW = 2
 #: Compute items after which a move further down must have ended: longer than one takes on most drives.
 SPILL_WINDOW_ITEMS = 4
-#: Layers whose optimizer state is on its way at once: read ahead, in use, being written.
+#: Layers of which copies of what lives on a drive exist at once: read ahead, in use, being written.
 STATE_WINDOW = 4
+#: Windows by which a read of parameters precedes their fetch.
+PARAMETERS_AHEAD = 1
 #: Compute items by which a move up precedes the next one, and the lowest one its reload.
 LOAD_AHEAD_ITEMS = 3
 
@@ -52,10 +55,12 @@ class Phase(enum.IntEnum):
     LOAD = 0
     RELOAD = 1
     FETCH = 2
-    COMPUTE = 3
-    OFFLOAD = 4
-    GRADIENT_OUT = 5
-    SPILL = 6
+    STATE_DOWN = 3
+    COMPUTE = 4
+    OFFLOAD = 5
+    GRADIENT_OUT = 6
+    SPILL = 7
+    GRADIENT_DOWN = 8
 
 
 class Slot(NamedTuple):
@@ -115,8 +120,19 @@ class LiftedOperation:
         """It exists where one of these holds."""
         if self.condition is not None:
             return [self.condition]
-        changes = self.allocates or self.frees
+        changes = self.frees if self.action in (Action.GRADIENT_OUT, *STATE_DOWN) else self.moves
         return weakest(changes.values())
+
+    @property
+    def moves(self) -> Mapping[Change, Condition]:
+        """What a transfer takes somewhere."""
+        if self.action is Action.GRADIENT_OUT:
+            return self.frees
+        if self.action in STATE_DOWN:
+            # The update has used the gradient up; its copy only goes.
+            spent = BufferRole.GRADIENT
+            return {c: where for c, where in self.frees.items() if c.place.buffer.role is not spent}
+        return self.allocates or self.frees
 
 
 class Expansion:
@@ -150,9 +166,13 @@ class Expansion:
                     first = self.windows.recomputing(window)[0].start
                     self._lumps[window] = Window(Action.RECOMPUTE, min(first, window.layer), window.end)
         self.operations: dict[Slot, LiftedOperation] = {}
-        self._state_writes: dict[Link, dict[int, Slot]] = {}
+        #: Where what layers own goes down a link after their updates.
+        self.state_writes: dict[Link, dict[int, Slot]] = {}
+        #: The fetch of each layer's slab for the forward pass or the loss.
+        self.first_fetches: dict[int, LiftedOperation] = {}
+        #: Reads of halves of the master weights for a fetch, by layer.
+        self.parameter_loads: dict[int, list[LiftedOperation]] = {}
         self._emit_compute()
-        self._emit_updates()
 
     def ordered(self) -> list[LiftedOperation]:
         """All operations in order of issue."""
@@ -175,20 +195,31 @@ class Expansion:
         """Where a layer's gradient leaves."""
         return self.slot(Item(self.windows.backward_of(layer), self.items - 1), Phase.GRADIENT_OUT)
 
+    @property
+    def deferred(self) -> bool:
+        """Whether updates run under the next step's forward pass."""
+        return self.settings.update == "deferred"
+
     def update_slot(self, layer: int, order: int = 0) -> Slot:
-        """A layer's host update and, before and after it, the moves of its state.
+        """A layer's host update and, with a negative order, the moves that bring up what it needs.
 
         Where it is deferred, right before its slab is fetched: what the forward pass moves down to a
         drive must not queue behind the state of layers that come much later. Else after everything.
         """
-        number = len(self.windows.order)
-        if self.settings.update == "deferred":
-            number = max(0, layer - self.settings.prefetch + 1)
-        return Slot(number, 0, Phase.UPDATE, (layer, order))
+        return Slot(self._update_window(layer), 0, Phase.UPDATE, (layer, order))
 
-    def state_writes(self, link: Link) -> list[Slot]:
-        """Where optimizer state goes down a link, layer by layer."""
-        return list(self._state_writes[link].values()) if link in self._state_writes else []
+    def after_update_slot(self, layer: int, depth: int) -> Slot:
+        """Where a layer's update goes down: after its slab was fetched, where it is deferred."""
+        if self.deferred:
+            return Slot(self._update_window(layer), 0, Phase.STATE_DOWN, (layer, depth))
+        return self.update_slot(layer, depth)
+
+    def _update_window(self, layer: int) -> int:
+        return max(0, layer - self.settings.prefetch + 1) if self.deferred else len(self.windows.order)
+
+    def gradient_write_slot(self, layer: int) -> Slot:
+        """Where a layer's gradient goes to the drive, if it lives there."""
+        return self.slot(Item(self.windows.backward_of(layer), self.items - 1), Phase.GRADIENT_DOWN)
 
     # For emitters
 
@@ -275,38 +306,3 @@ class Expansion:
                     Item(window, position), condition, accumulates=position > 0 or tied_table,
                     last=position == self.items - 1, parts=[(window.layer, condition)],
                 )  # fmt: skip
-
-    def _emit_updates(self) -> None:
-        """One host update per layer, in forward order; state that lives further down comes and goes."""
-
-        def emit(action: Action, layer: int, order: int) -> LiftedOperation:
-            slot = self.update_slot(layer, order)
-            window = self.windows.order[min(slot.window, len(self.windows.order) - 1)]
-            operation = LiftedOperation(slot, action, RESOURCE_OF[action], layer, None, window)
-            self.operations[slot] = operation
-            return operation
-
-        for layer in range(self.head + 1):
-            update = emit(Action.UPDATE, layer, 0)
-            update.condition = ALWAYS
-            above_load = above_spill = update
-            state = Buffer(BufferRole.STATE, layer)
-            for depth, link in enumerate(LINKS[1:], start=1):
-                condition = NEVER
-                for below in LINKS[depth:]:
-                    condition = condition.either(self.space.state(layer, below.lower))
-                if condition == NEVER or link.state_up is None or link.state_down is None:
-                    continue
-                load, spill = emit(link.state_up, layer, -depth), emit(link.state_down, layer, depth)
-                # The copy above comes into being with the read and goes with the write.
-                self.add(load.allocates, state, link.upper, condition)
-                self.add(spill.frees, state, link.upper, condition)
-                self.throttle(above_load, load, condition)
-                self.throttle(spill, above_spill, condition)
-                above_load, above_spill = load, spill
-                written = self._state_writes.setdefault(link, {})
-                if layer - STATE_WINDOW in written:
-                    earlier = self.operations[written[layer - STATE_WINDOW]]
-                    (leaving,) = earlier.exists
-                    self.throttle(load, earlier, self.space.product(leaving, condition))
-                written[layer] = spill.slot

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from lazyjax.planning.plan.document import Plan
-from lazyjax.specs import Tier
+from lazyjax.specs import Part, Tier
 from lazyjax.timeline import Resource
 
 
@@ -34,6 +34,8 @@ class Action(enum.StrEnum):
     UPDATE = "update"
     LOAD_STATE = "load_state"
     SPILL_STATE = "spill_state"
+    SPILL_GRADIENT = "spill_gradient"
+    LOAD_PARAMETERS = "load_parameters"
 
 
 COMPUTE_ACTIONS = frozenset({Action.FORWARD, Action.LOSS, Action.RECOMPUTE, Action.BACKWARD})
@@ -47,7 +49,9 @@ RESOURCE_OF = {
     Action.LOAD: Resource.NVME_READ,
     Action.LOAD_STATE: Resource.NVME_READ,
     Action.SPILL: Resource.NVME_WRITE,
+    Action.LOAD_PARAMETERS: Resource.NVME_READ,
     Action.SPILL_STATE: Resource.NVME_WRITE,
+    Action.SPILL_GRADIENT: Resource.NVME_WRITE,
     Action.FORWARD: Resource.COMPUTE,
     Action.LOSS: Resource.COMPUTE,
     Action.RECOMPUTE: Resource.COMPUTE,
@@ -106,6 +110,17 @@ class BufferRole(enum.StrEnum):
     ACCUMULATOR = "accumulator"
     GRADIENT = "gradient"
     STATE = "state"
+    LO = "lo"
+    HI = "hi"
+
+
+#: What a layer owns, as a buffer; on the device only the gradient is one of these.
+ROLE_OF = {
+    Part.STATE: BufferRole.STATE,
+    Part.LO: BufferRole.LO,
+    Part.GRADIENT: BufferRole.GRADIENT,
+    Part.HI: BufferRole.HI,
+}
 
 
 class Buffer(NamedTuple):
@@ -142,6 +157,7 @@ class LayerSizes:
         input_bytes: the layer's input (0 for the embedding, whose input is the batch).
         residual_bytes: by name.
         state_bytes: optimizer state on the host or NVMe.
+        half_bytes: of each half of the master weights there.
     """
 
     parameter_bytes: int
@@ -150,15 +166,31 @@ class LayerSizes:
     input_bytes: int
     residual_bytes: Mapping[str, int]
     state_bytes: int = 0
+    half_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes of all layers, of one microbatch of the batch arrays, and whether tables are tied."""
+    """Sizes of all layers and of one microbatch of the batch arrays.
+
+    Attributes:
+        tied: whether head and embedding share a table.
+        both_halves: whether a fetch takes both halves of the master weights (float32 compute).
+    """
 
     layers: tuple[LayerSizes, ...]
     batch_bytes: int
     tied: bool
+    both_halves: bool = False
+
+    @property
+    def fetched(self) -> tuple[Part, ...]:
+        """The parts that a fetch reads."""
+        return (Part.HI, Part.LO) if self.both_halves else (Part.HI,)
+
+    def owned_bytes(self, layer: int, part: Part) -> int:
+        """Bytes of what a layer owns."""
+        return self.of(Buffer(ROLE_OF[part], layer))
 
     def of(self, buffer: Buffer) -> int:
         """Bytes of `buffer`."""
@@ -178,6 +210,8 @@ class ModelSizes:
                 return layer.gradient_bytes
             case BufferRole.STATE:
                 return layer.state_bytes
+            case BufferRole.LO | BufferRole.HI:
+                return layer.half_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -214,6 +248,23 @@ class Operation:
     last: bool = False
 
 
+def shows_free(waiting: Action, waited: Action) -> bool:
+    """Whether memory counts as free when an operation has waited for the one that gives it up.
+
+    What moves between a layer's home and the host is counted by the operation that the bound on copies
+    under way holds up: others wait for the same move under conditions that no sum over decisions can weigh.
+    """
+    match waited:
+        case Action.SPILL_STATE:
+            return waiting is Action.LOAD_STATE
+        case Action.SPILL_GRADIENT:
+            return waiting is Action.GRADIENT_OUT
+        case Action.GRADIENT_OUT:
+            return waiting is not Action.SPILL_GRADIENT
+        case _:
+            return True
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:
     """The operations of one steady-state step of `plan`."""
@@ -228,8 +279,9 @@ class Schedule:
         pending: dict[int, tuple[Place, ...]] = {}
         for operation in self.operations:
             for waited in operation.waits:
-                for place in pending.pop(waited, ()):
-                    live[place.tier] -= self.sizes.of(place.buffer)
+                if shows_free(operation.action, self.operations[waited].action):
+                    for place in pending.pop(waited, ()):
+                        live[place.tier] -= self.sizes.of(place.buffer)
             for allocation in operation.allocates:
                 live[allocation.place.tier] += allocation.bytes
             yield operation.index, {tier: live[tier] for tier in Tier}

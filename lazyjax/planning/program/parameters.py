@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from lazyjax.planning.program.conditions import ALWAYS, NEVER, Condition
-from lazyjax.planning.program.expansion import GRADIENT_WINDOW, Expansion, Phase
-from lazyjax.planning.program.operations import Action, Buffer, BufferRole
+from lazyjax.planning.program.expansion import (
+    GRADIENT_WINDOW,
+    PARAMETERS_AHEAD,
+    STATE_WINDOW,
+    Expansion,
+    LiftedOperation,
+    Phase,
+)
+from lazyjax.planning.program.operations import ROLE_OF, Action, Buffer, BufferRole
+from lazyjax.planning.program.tiers import LINKS
 from lazyjax.planning.program.windows import Item, Segment, Window
-from lazyjax.specs import Tier
+from lazyjax.specs import Part, Tier
 
 
 def emit_parameters(expansion: Expansion) -> None:
@@ -80,17 +88,50 @@ class _Slabs:
         if condition == NEVER:
             return
         lump = self.e.lump(use)
-        if lump != use and segment is not None:
-            # All slabs of a recomputation that counts as one window come with the first.
-            at = self.windows.before(self.windows.of(segment)[0], depth - 1, segment)
-        else:
-            at = self.windows.before(use, depth - 1, segment)
-        if after is not None and self.windows.number[at] <= self.windows.number[after]:
-            at = self.windows.order[self.windows.number[after] + 1]
+        # All slabs of a recomputation that counts as one window come with the first.
+        by = self.windows.of(segment)[0] if lump != use and segment is not None else use
+        at = self._ahead(by, depth - 1, segment, after)
         # The table of the head comes after its own slab.
         order = (self.windows.number[lump], int(use.action is Action.LOSS and layer < use.layer))
         fetch = self.e.transfer(Action.FETCH, Item(at, 0), Phase.FETCH, layer, None, Item(use, 0), order)
         self.e.add(fetch.allocates, Buffer(BufferRole.PARAMETERS, layer), Tier.DEVICE, condition)
+        if use == self.windows.order[layer]:
+            self.e.first_fetches[layer] = fetch
+            if self.e.deferred:
+                return  # it follows the layer's update, which has the parameters
+        earlier = self._ahead(by, depth - 1 + PARAMETERS_AHEAD, segment, after)
+        self._read(layer, use, fetch, condition, earlier)
+
+    def _ahead(self, use: Window, count: int, segment: Segment | None, after: Window | None) -> Window:
+        at = self.windows.before(use, count, segment)
+        if after is not None and self.windows.number[at] <= self.windows.number[after]:
+            at = self.windows.order[self.windows.number[after] + 1]
+        return at
+
+    def _read(
+        self, layer: int, use: Window, fetch: LiftedOperation, condition: Condition, at: Window
+    ) -> None:
+        """Reads the halves of the master weights that live on a drive, and drops them after the fetch."""
+        for part in self.e.sizes.fetched:
+            where = self.space.product(self._below(layer, part), condition)
+            if where == NEVER:
+                continue
+            load = self.e.transfer(
+                Action.LOAD_PARAMETERS, Item(at, 0), Phase.LOAD, layer, None, Item(use, 0), fetch.slot.order
+            )
+            loads = self.e.parameter_loads.setdefault(layer, [])
+            if load not in loads:
+                loads.append(load)
+            half = Buffer(ROLE_OF[part], layer)
+            self.e.add(load.allocates, half, Tier.HOST, where)
+            self.e.add(fetch.frees, half, Tier.HOST, where)
+            self.e.throttle(fetch, load, where)
+
+    def _below(self, layer: int, part: Part) -> Condition:
+        condition = NEVER
+        for link in LINKS[1:]:
+            condition = condition.either(self.space.owned(layer, part, link.lower))
+        return condition
 
     def _free(self, layer: int, window: Window, condition: Condition) -> None:
         last = self.e.compute(Item(window, self.e.items - 1))
@@ -118,3 +159,22 @@ def _emit_gradient(expansion: Expansion, layer: int) -> None:
     later = windows.after(window, GRADIENT_WINDOW)
     if later is not None:
         expansion.throttle(expansion.compute(Item(later, 0)), out, ALWAYS)
+    _write_gradient(expansion, layer, item, out)
+
+
+def _write_gradient(expansion: Expansion, layer: int, item: Item, out: LiftedOperation) -> None:
+    """A gradient that lives on a drive passes through one of a few copies on the host."""
+    gradient, below = Buffer(BufferRole.GRADIENT, layer), NEVER
+    for link in LINKS[1:]:
+        below = below.either(expansion.space.owned(layer, Part.GRADIENT, link.lower))
+    if below == NEVER:
+        return
+    spill = expansion.transfer(Action.SPILL_GRADIENT, item, Phase.GRADIENT_DOWN, layer, None, item)
+    expansion.add(out.allocates, gradient, Tier.HOST, below)
+    expansion.add(spill.frees, gradient, Tier.HOST, below)
+    expansion.throttle(spill, out, below)
+    later = layer + STATE_WINDOW
+    if later <= expansion.head and expansion.gradient_write_slot(later) in expansion.operations:
+        earlier = expansion.operations[expansion.gradient_write_slot(later)]
+        for leaving in earlier.exists:
+            expansion.throttle(out, earlier, expansion.space.product(leaving, below))

@@ -33,6 +33,7 @@ from lazyjax.planning.program.operations import (
 )
 from lazyjax.planning.program.parameters import emit_parameters
 from lazyjax.planning.program.space import PlanSpace, Space
+from lazyjax.planning.program.updates import emit_updates
 
 __all__ = [
     "COMPUTE_ACTIONS",
@@ -58,6 +59,7 @@ def expand(space: Space, sizes: ModelSizes, *, by_layer: bool = False) -> Expans
     expansion = Expansion(space, sizes, by_layer=by_layer)
     emit_activations(expansion)
     emit_parameters(expansion)
+    emit_updates(expansion)
     return expansion
 
 

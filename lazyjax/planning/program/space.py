@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from lazyjax.planning.plan.document import Plan, segment_start
 from lazyjax.planning.program.conditions import ALWAYS, NEVER, Condition
 from lazyjax.planning.program.windows import Segment
-from lazyjax.specs import Tier
+from lazyjax.specs import Part, Tier
 
 
 @runtime_checkable
@@ -52,8 +52,8 @@ class Space(Protocol):
         """The residual is kept on `tier`."""
         ...
 
-    def state(self, layer: int, tier: Tier) -> Condition:
-        """The layer's optimizer state lives on `tier`."""
+    def owned(self, layer: int, part: Part, tier: Tier) -> Condition:
+        """A part of what the layer owns lives on `tier`."""
         ...
 
     def reduced(self, condition: Condition) -> Condition:
@@ -100,9 +100,9 @@ class PlanSpace:
         kept = self.settings.layers[layer].saved
         return _certain(name in kept and kept[name] is tier)
 
-    def state(self, layer: int, tier: Tier) -> Condition:
+    def owned(self, layer: int, part: Part, tier: Tier) -> Condition:
         """What the plan says."""
-        return _certain(self.settings.layers[layer].state == tier.value)
+        return _certain(self.settings.layers[layer].owned_home(part) is tier)
 
     def reduced(self, condition: Condition) -> Condition:
         """It is simple already."""

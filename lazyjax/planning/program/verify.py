@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from lazyjax.planning.plan.document import Plan
 from lazyjax.planning.program.contention import NO_CONTENTION, Contention
-from lazyjax.planning.program.operations import WorkingBytes, no_working_bytes
+from lazyjax.planning.program.operations import ROLE_OF, Buffer, WorkingBytes, no_working_bytes
 from lazyjax.planning.program.schedule import (
     COMPUTE_ACTIONS,
     Action,
@@ -24,8 +24,8 @@ from lazyjax.planning.program.schedule import (
     build_schedule,
 )
 from lazyjax.planning.program.simulate import OperationSeconds, Simulation, simulate
-from lazyjax.planning.program.tiers import DOWN, LINKS, STATE_DOWN, STATE_UP, UP, path_to
-from lazyjax.specs import Tier
+from lazyjax.planning.program.tiers import DOWN, LINKS, STATE_DOWN, STATE_UP, UP
+from lazyjax.specs import Part, Tier
 from lazyjax.timeline import Resource
 
 #: Relative difference that a predicted period may have from its replay.
@@ -72,6 +72,9 @@ def verify(
 ) -> Verification:
     """Replays `plan` and checks it.
 
+    Args:
+        static_host_bytes: of all master weights and gradients, and what else is there all the time.
+
     Raises:
         VerificationError: an operation waits for a later one, or not for what it needs, a buffer is
             freed that is not there or never freed, an operation starts before what it waits for has
@@ -85,7 +88,7 @@ def verify(
     simulation = simulate(schedule, seconds, contention)
     check_precedence(schedule, simulation)
     peak = used_bytes(schedule, working_bytes)
-    static = state_bytes_per_tier(plan, sizes)
+    static = owned_bytes_per_tier(plan, sizes)
     static[Tier.HOST] += static_host_bytes
     total = {tier: peak[tier] + static[tier] for tier in Tier}
     if capacity is not None:
@@ -169,6 +172,8 @@ def check_data_flow(schedule: Schedule) -> None:
                     f"operation {operation.index} fetches layer {operation.layer} only after "
                     f"operation {late[0]}"
                 )
+        if operation.action is Action.FETCH:
+            _check_parameters(schedule, operation, made, by_action)
         for allocation in operation.allocates:
             made[allocation.place] = operation.index
         if operation.action is Action.UPDATE and operation.layer in by_action[Action.UPDATE]:
@@ -178,6 +183,25 @@ def check_data_flow(schedule: Schedule) -> None:
         if layer not in by_action[Action.UPDATE] or layer not in by_action[Action.GRADIENT_OUT]:
             raise VerificationError(f"layer {layer} is not updated")
     _check_updates(schedule, by_action)
+
+
+def _check_parameters(
+    schedule: Schedule,
+    operation: Operation,
+    made: Mapping[Place, int],
+    by_action: Mapping[Action, Mapping[int, int]],
+) -> None:
+    """What a fetch reads is on the host: it waits for the read, or for the update that waited for it."""
+    layer = operation.layer
+    for part in schedule.sizes.fetched:
+        if part not in schedule.plan.layers[layer].on_nvme:
+            continue
+        place = Place(Buffer(ROLE_OF[part], layer), Tier.HOST)
+        waits = set(operation.waits)
+        if layer in by_action[Action.UPDATE] and by_action[Action.UPDATE][layer] in waits:
+            waits |= set(schedule.operations[by_action[Action.UPDATE][layer]].waits)
+        if place not in made or made[place] not in waits:
+            raise VerificationError(f"operation {operation.index} fetches {place}, which is not there")
 
 
 def _sources(operation: Operation) -> list[Place]:
@@ -222,17 +246,26 @@ def _check_updates(schedule: Schedule, by_action: Mapping[Action, Mapping[int, i
                 # The clip factor needs the gradients of all layers.
                 needed = [gradients[layer], last_compute] if deferred else gradients.values()
                 require(operation, needed, previous=deferred)
-                for link in path_to(Tier(plan.layers[layer].state))[1:2]:
-                    assert link.state_up is not None
-                    require(operation, [by_action[link.state_up][layer]], previous=False)
+                if plan.layers[layer].on_nvme:
+                    above = LINKS[1].state_up
+                    assert above is not None
+                    require(operation, [by_action[above][layer]], previous=False)
             case action if action in STATE_DOWN:
-                above = LINKS[LINKS.index(STATE_DOWN[action]) - 1].state_down
-                waited = updates if above is None else by_action[above]
+                upper = LINKS[LINKS.index(STATE_DOWN[action]) - 1].state_down
+                waited = updates if upper is None else by_action[upper]
                 require(operation, [waited[layer]], previous=False)
             case action if action in STATE_UP:
                 down = STATE_UP[action].state_down
                 assert down is not None
                 require(operation, [max(by_action[down].values())], previous=True)
+                if Part.GRADIENT in plan.layers[layer].on_nvme:
+                    written = by_action[Action.SPILL_GRADIENT][layer]
+                    require(operation, [written], previous=deferred)
+            case Action.SPILL_GRADIENT:
+                require(operation, [gradients[layer]], previous=False)
+            case Action.LOAD_PARAMETERS:
+                written = by_action[Action.SPILL_STATE][layer]
+                require(operation, [written], previous=not deferred)
 
 
 def check_precedence(schedule: Schedule, simulation: Simulation) -> None:
@@ -265,9 +298,17 @@ def used_bytes(schedule: Schedule, working_bytes: WorkingBytes = no_working_byte
     return peak
 
 
-def state_bytes_per_tier(plan: Plan, sizes: ModelSizes) -> dict[Tier, int]:
-    """Where the plan puts the optimizer state; copies on their way are in the schedule."""
+def owned_bytes_per_tier(plan: Plan, sizes: ModelSizes) -> dict[Tier, int]:
+    """Where the plan puts what layers own, beside a host that holds all master weights and gradients.
+
+    Those count as static (`static_host_bytes`), so that what lives on NVMe is taken off the host here.
+    Copies on their way are in the schedule.
+    """
     total = dict.fromkeys(Tier, 0)
-    for decided, layer in zip(plan.layers, sizes.layers, strict=True):
-        total[Tier(decided.state)] += layer.state_bytes
+    for index, decided in enumerate(plan.layers):
+        for part in Part:
+            size = sizes.owned_bytes(index, part)
+            total[decided.owned_home(part)] += size
+            if part is not Part.STATE:
+                total[Tier.HOST] -= size
     return total

@@ -1,18 +1,17 @@
-"""Yes or no per layer: whether a slab stays on the device, and whether optimizer state lies further down."""
+"""Yes or no per layer: whether a slab stays on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lazyjax.planning.plan.document import Plan, PlanError
+from lazyjax.planning.plan.document import Plan
 from lazyjax.planning.planner.affine import Affine
 from lazyjax.planning.planner.decisions.decision import Binaries, Change, ManyBinaries, Row, different
 from lazyjax.planning.planner.decisions.segments import Segments
 from lazyjax.planning.planner.problem import Problem
-from lazyjax.planning.program.conditions import ALWAYS, NEVER, Condition
+from lazyjax.planning.program.conditions import NEVER, Condition
 from lazyjax.planning.program.windows import Segment
-from lazyjax.specs import Tier
 
 
 class _Flags:
@@ -91,34 +90,3 @@ class Residency(_Flags):
         """See `Decision`."""
         for layer, number in self.number.items():
             layers[layer]["resident"] = bool(values[number] > 0.5)
-
-
-class StateHome(_Flags):
-    """Whether a layer's optimizer state lies on the lowest tier instead of the host."""
-
-    def __init__(self, problem: Problem, first: int, segments: Segments) -> None:
-        del segments
-        self.home = problem.state_home
-        open_layers = range(problem.head + 1) if self.home is not Tier.HOST else range(0)
-        super().__init__(open_layers, first, {})
-
-    def state(self, layer: int, tier: Tier) -> Condition:
-        """The layer's state lives on `tier`."""
-        below = self._on(layer)
-        if tier is Tier.HOST:
-            return ALWAYS.unless(below)
-        return below if tier is self.home else NEVER
-
-    def encode(self, plan: Plan) -> Iterator[int]:
-        """See `Decision`."""
-        for layer, decided in enumerate(plan.layers):
-            if Tier(decided.state) is Tier.HOST:
-                continue
-            if Tier(decided.state) is not self.home or layer not in self.number:
-                raise PlanError(f"layers.{layer}.state: not open in this problem: {decided.state}")
-            yield self.number[layer]
-
-    def decode(self, values: Binaries, layers: Sequence[dict[str, Any]]) -> None:
-        """See `Decision`."""
-        for layer, number in self.number.items():
-            layers[layer]["state"] = (self.home if values[number] > 0.5 else Tier.HOST).value
