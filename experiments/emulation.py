@@ -38,8 +38,8 @@ from lazyjax.optim.clipping import ClipRule
 from lazyjax.planning.costs.seconds import Costs
 from lazyjax.planning.plan.document import Plan
 from lazyjax.planning.program.schedule import Action, ModelSizes, Operation, build_schedule
-from lazyjax.specs import SlabLayout, slab_layout
-from lazyjax.storage.host import HostStore, LayerSlabs
+from lazyjax.specs import Part, SlabLayout, slab_layout
+from lazyjax.storage.host import HostStore, LayerOnDrive, LayerSlabs
 from lazyjax.timeline import Resource
 
 
@@ -247,7 +247,7 @@ class EmulatedCopies:
             self._device, nbytes, self._device.serve(Resource.H2D, nbytes / self._h2d, operands)
         )
 
-    def slab_to_device(self, slabs: LayerSlabs) -> Any:
+    def slab_to_device(self, slabs: LayerSlabs | LayerOnDrive, *, lasting: bool = True) -> Any:
         """A layer's parameters, as bfloat16."""
         return self._to_device(slabs.hi.nbytes, 0.0)
 
@@ -450,12 +450,13 @@ def weightless(nbytes: int) -> np.ndarray:
 
 def weightless_store(template: ModelTemplate) -> HostStore:
     """Slabs of the right lengths that take no memory."""
-    layers = []
-    for layer in template.spec.layers:
-        layout = slab_layout(layer.parameters)
-        words = np.broadcast_to(np.zeros(1, np.uint16), (layout.length,))
-        layers.append(LayerSlabs(layout, words, words.view(np.int16), words))
-    return HostStore(template.spec, tuple(layers))
+    layouts = [slab_layout(layer.parameters) for layer in template.spec.layers]
+
+    def make(part: Part, layer: int) -> np.ndarray:
+        del part  # each has two bytes for every parameter
+        return weightless(2 * layouts[layer].length)
+
+    return HostStore(template.spec, layouts, "uint16", make)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """A run that is killed (SIGKILL) again and again, and resumed each time, against one that is not.
 
 Command:  python -m experiments.benchmarks.kill_resume [--kills 50] [--seed 0] [--save]
-A small model with optimizer state and boundaries on NVMe and a checkpoint after every step. Each process
+A small model with boundaries and all that layers own on NVMe and a checkpoint after every step. Each process
 kills itself at a moment drawn by the seed: at the n-th operation of a step, update, spill, array written
 to a checkpoint, rename that commits one, or deletion of an old one. Then the run is resumed, until all
 kills are used up and it finishes. Expected: the same records, once each, and the same parameters bit for
@@ -30,7 +30,7 @@ from experiments.benchmarks.provenance import provenance
 RESULT = pathlib.Path(__file__).parent / "results" / "kill_resume.md"
 SOURCES = ("lazyjax", "experiments/benchmarks/kill_resume.py")
 #: Where a process kills itself, and about how often a process of this run comes there in one step.
-POINTS = {"operation": 40, "update": 3, "spill": 9, "array": 3, "commit": 1, "deletion": 1}
+POINTS = {"operation": 40, "update": 3, "spill": 20, "array": 3, "commit": 1, "deletion": 1}
 #: What may differ between two runs of the same arithmetic.
 TIMES = ("step_seconds", "compile_seconds", "tokens_per_second", "model_tflops", "host_bytes", "seconds")
 ARCHITECTURE = {
@@ -79,10 +79,11 @@ def arguments(folder: pathlib.Path, name: str, steps: int) -> list[str]:
 
 
 def write_plan(folder: pathlib.Path) -> None:
-    """A plan with boundaries and optimizer state on the drive, for the run of `arguments`."""
+    """A plan with boundaries and all that layers own on the drive, for the run of `arguments`."""
     from lazyjax.config import load_config
     from lazyjax.models.registry import build_template
     from lazyjax.planning.plan.document import Boundary
+    from lazyjax.specs import Part
     from lazyjax.training.setup import read_architecture
     from lazyjax.training.start_plan import choose_plan
 
@@ -91,7 +92,7 @@ def write_plan(folder: pathlib.Path) -> None:
         del words[words.index(key) : words.index(key) + 2]
     config = load_config(None, [*words, "--plan.planner", "recompute_all", "--plan.microbatches", "2"])
     plan = choose_plan(config, build_template(read_architecture(config)[0]))
-    layers = [layer.model_copy(update={"state": "nvme"}) for layer in plan.layers]
+    layers = [layer.with_on_nvme(frozenset(Part)) for layer in plan.layers]
     layers[1:-1] = [layer.model_copy(update={"boundary": Boundary.NVME}) for layer in layers[1:-1]]
     plan.model_copy(update={"layers": tuple(layers), "prediction": None}).save(folder / "plan.json")
 

@@ -1,7 +1,7 @@
 """Does a long run with everything on NVMe stay as it is? Memory, threads, open files, files on the drive.
 
-A small model trains under a plan that keeps every boundary, residual and optimizer state on NVMe, and what
-waits between layers on the host, with batches of two lengths in turn.
+A small model trains under a plan that keeps every boundary and residual and all that layers own on NVMe, and
+what waits between layers on the host, with batches of two lengths in turn.
 
     python -m experiments.benchmarks.steady_run [--steps 400] [--save]
 """
@@ -24,7 +24,7 @@ from lazyjax.execution.kernels import Kernels
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.host8bit import Hybrid8bit
 from lazyjax.planning.plan.document import Boundary, LayerPlan, Plan
-from lazyjax.specs import Tier
+from lazyjax.specs import Part, Tier
 
 RESULT = pathlib.Path(__file__).parent / "results" / "steady_run.md"
 SOURCES = ("lazyjax/execution", "lazyjax/storage", "experiments/benchmarks/steady_run.py")
@@ -61,7 +61,8 @@ def resources(step: int, folder: pathlib.Path) -> Resources:
 def everything_on_nvme(kernels: Kernels) -> Plan:
     """All that can be there."""
     spec = kernels.template.spec
-    block = LayerPlan(boundary=Boundary.NVME, saved={"gate": Tier.NVME, "up": Tier.NVME}, state="nvme")
+    block = LayerPlan(boundary=Boundary.NVME, saved={"gate": Tier.NVME, "up": Tier.NVME})
+    layers = (LayerPlan(), *[block] * (len(spec.layers) - 2), LayerPlan())
     return Plan(
         model=spec.name,
         planner="everything on NVMe",
@@ -69,7 +70,7 @@ def everything_on_nvme(kernels: Kernels) -> Plan:
         sequence_length=LENGTH,
         microbatches=3,
         interlayer_home="host",
-        layers=(LayerPlan(state="nvme"), *[block] * (len(spec.layers) - 2), LayerPlan(state="nvme")),
+        layers=tuple(layer.with_on_nvme(frozenset(Part)) for layer in layers),
     )
 
 

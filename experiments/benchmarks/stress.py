@@ -34,9 +34,9 @@ from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.base import HostState
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.host8bit import Hybrid8bit
-from lazyjax.planning.plan.document import Boundary, LayerPlan, Plan
-from lazyjax.specs import Tier
-from lazyjax.storage.host import HostStore, LayerSlabs, allocate_host_store
+from lazyjax.planning.plan.document import Boundary, LayerPlan, Plan, owned_homes
+from lazyjax.specs import Part, Tier
+from lazyjax.storage.host import HostStore, LayerOnDrive, LayerSlabs, allocate_host_store
 from lazyjax.storage.nvme import Drive, DriveTransfer, NvmeStore
 
 ROWS, LENGTH, VOCABULARY, BLOCKS, STEPS = 6, 9, 61, 4, 3
@@ -122,10 +122,10 @@ class SlowCopies(Transfers):
         self._delay()
         return super().to_host(arrays)
 
-    def slab_to_device(self, slabs: LayerSlabs) -> Any:
+    def slab_to_device(self, slabs: LayerSlabs | LayerOnDrive, *, lasting: bool = True) -> Any:
         """Is issued late."""
         self._delay()
-        return super().slab_to_device(slabs)
+        return super().slab_to_device(slabs, lasting=lasting)
 
 
 class SlowOptimizer(Hybrid8bit):
@@ -167,8 +167,7 @@ def random_plan(template: ModelTemplate, seed: int) -> Plan:
                 boundary=Boundary(draw.choice(homes)),
                 saved={name: draw.choice(list(Tier)) for name in saved},
                 resident=inner and draw.random() < 0.2,
-                state=draw.choice(("host", "nvme")),
-            )
+            ).with_on_nvme([part for part in Part if draw.random() < 0.5])
         )
     return Plan(
         model=template.spec.name,
@@ -192,7 +191,7 @@ def without_waiting(plan: Plan) -> Plan:
             update={
                 "boundary": Boundary.RECOMPUTE if layer.boundary is Boundary.RECOMPUTE else Boundary.DEVICE,
                 "saved": dict.fromkeys(layer.saved, Tier.DEVICE),
-                "state": "host",
+                **owned_homes((), Tier.HOST),
             }
         )
         for layer in plan.layers

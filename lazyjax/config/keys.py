@@ -18,7 +18,7 @@ import json
 import os
 import pathlib
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import pydantic
 import yaml
@@ -33,6 +33,11 @@ DEFAULT_OPTIMIZER: Literal["hybrid8bit"] = "hybrid8bit"
 #: Smallest normal float32. AdamW adds epsilon to a root that is 0 where a parameter has had no gradient, and
 #: float32 units flush what is smaller to 0.
 SMALLEST_EPSILON = 1.1754943508222875e-38
+
+
+#: What a layer owns from step to step: optimizer state, the low half of the float32 master weights, the
+#: gradient until the update, the high half.
+OwnedPart = Literal["state", "lo", "gradient", "hi"]
 
 
 def _normal(value: float) -> float:
@@ -282,6 +287,21 @@ class OptimizerConfig(_Group):
     threads: NonNegativeInt = 0
 
 
+def _listed(value: Any) -> Any:
+    """A list, also as one text with commas in it."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+def _parts(value: Any) -> Any:
+    """Parts of what a layer owns, `all` or `none` of them."""
+    words = _listed(value)
+    if words == ("all",):
+        return get_args(OwnedPart)
+    return () if words == ("none",) else words
+
+
 class PlanConfig(_Group):
     """Who decides what is kept, moved and recomputed.
 
@@ -299,11 +319,15 @@ class PlanConfig(_Group):
             where rows are longer than 8192 tokens, and else it is the whole row.
         devices: how many share every batch and every slab.
         nvme_folder: a folder on an NVMe drive; without one, plans use host memory instead.
+        nvme_folders: several, on drives of their own, in place of one (a,b on the command line).
+        on_nvme: what of every layer lives there: `all`, `none`, or some of state, lo, gradient and hi
+            (docs/nvme.md). Left out, the planner decides; a plan's file says it itself.
         hardware: what the `milp` planner knows of the machine: `calibrate` measures this one and times
             the model's kernels when training starts; `auto` does so where timing takes seconds, and
             else measures rates only; or a profile, by preset name or file.
         device_bytes: device memory the `milp` planner may use, instead of the profile's figure.
-        host_bytes: the same for host memory.
+        host_bytes: host memory that a run may use for slabs, optimizer state, buffers and copies, also of
+            checkpoints, and the data; a plan that takes more is refused (`--max-host-memory`).
         time_limit_seconds: of the `milp` planner's search.
         replan_after_steps: steps after which measured times replace predicted ones and the plan is
             solved again; one that is better by more than 3 % then replaces it. Off by default.
@@ -322,20 +346,34 @@ class PlanConfig(_Group):
     token_chunk: PositiveInt | None = None
     devices: PositiveInt = 1
     nvme_folder: PathKey | None = None
+    nvme_folders: Annotated[tuple[PathKey, ...], pydantic.BeforeValidator(_listed)] | None = None
+    on_nvme: Annotated[tuple[OwnedPart, ...], pydantic.BeforeValidator(_parts)] | None = None
     hardware: NameOrPath = "auto"
     device_bytes: ByteCount | None = None
     host_bytes: ByteCount | None = None
     time_limit_seconds: Annotated[float, pydantic.Field(gt=0)] = 20.0
     replan_after_steps: PositiveInt | None = None
 
+    @property
+    def drives(self) -> tuple[pathlib.Path, ...]:
+        """The folders on NVMe drives, if any."""
+        if self.nvme_folders is not None:
+            return self.nvme_folders
+        return () if self.nvme_folder is None else (self.nvme_folder,)
+
     @pydantic.model_validator(mode="after")
     def _limits_are_used(self) -> PlanConfig:
-        for key in ("device_bytes", "host_bytes"):
-            solves = (self.planner == "milp" and self.file is None) or self.replan_after_steps is not None
-            if getattr(self, key) is not None and not solves:
-                raise ValueError(f"{key} limits the planner milp only; leave it out or choose planner milp")
+        solves = (self.planner == "milp" and self.file is None) or self.replan_after_steps is not None
+        if self.device_bytes is not None and not solves:
+            raise ValueError("device_bytes limits the planner milp only; leave it out or choose planner milp")
         if not self.keep_residuals and (self.planner != "milp" or self.file is not None):
             raise ValueError("keep_residuals limits the planner milp only; leave it out")
+        if self.nvme_folder is not None and self.nvme_folders is not None:
+            raise ValueError("nvme_folder and nvme_folders exclude each other")
+        if self.nvme_folders is not None and len(set(self.nvme_folders)) < len(self.nvme_folders):
+            raise ValueError("nvme_folders names a folder twice")
+        if self.on_nvme and not self.drives:
+            raise ValueError(f"on_nvme ({', '.join(self.on_nvme)}) needs nvme_folder")
         return self
 
 
@@ -402,6 +440,11 @@ class CheckpointsConfig(_Group):
     every_minutes: Annotated[float, pydantic.Field(gt=0)] | None = None
     keep_last: PositiveInt = 1
     keep_best: bool = False
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any are saved."""
+        return self.every_steps is not None or self.every_minutes is not None
 
 
 class RunConfig(_Group):

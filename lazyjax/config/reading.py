@@ -204,7 +204,7 @@ def _unknown_key(key: str) -> str:
 
 _UNSET = "(unset)"
 #: Options that are one key of a group (`--model` may be either of two, see `_take_model`).
-_SHORTHANDS = {"--data": "data.source"}
+_SHORTHANDS = {"--data": "data.source", "--max-host-memory": "plan.host_bytes"}
 
 
 def _metavar(annotation: Any) -> str:

@@ -195,6 +195,11 @@ class Loader:
         return len(self._plan(epoch))
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of the rows in memory."""
+        return self._rows.held_bytes
+
+    @property
     def epochs_done(self) -> float:
         """How far training has come, in epochs."""
         return self.epoch + self.position / len(self._plan(self.epoch))

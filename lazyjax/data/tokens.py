@@ -86,6 +86,12 @@ class TokenizedRows:
         """Tokens of each row."""
         return np.diff(self.starts_S)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all arrays."""
+        arrays = (self.tokens_N, self.response_N, self.starts_S, self.source_R, self.full_lengths_K)
+        return sum(array.nbytes for array in arrays)
+
     @functools.cached_property
     def learned_R(self) -> Int64[np.ndarray, " R"]:
         """Tokens of each row that count towards the loss; its first has no predecessor and never does."""

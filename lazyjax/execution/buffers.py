@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lazyjax.planning.program.schedule import Buffer, BufferRole, Operation, Place
+from lazyjax.planning.program.operations import ROLE_OF
+from lazyjax.planning.program.schedule import Buffer, Operation, Place
 from lazyjax.specs import Tier
+
+_OWNED = frozenset(ROLE_OF.values())
 
 
 class StepBuffers:
@@ -39,8 +42,8 @@ class StepBuffers:
     def free(self, places: Sequence[Place]) -> None:
         """Lets go of buffers."""
         for buffer, tier in places:
-            if buffer.role is BufferRole.STATE:
-                continue  # its copies belong to the updates
+            if tier is Tier.HOST and buffer.role in _OWNED:
+                continue  # copies of what layers own belong to the store
             if tier is Tier.DEVICE:
                 del self.device[buffer]
                 self.live_bytes -= self._counted.pop(buffer)

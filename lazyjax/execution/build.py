@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jax.sharding import Mesh
 
@@ -22,7 +22,8 @@ from lazyjax.planning.plan.document import Plan
 from lazyjax.planning.program.schedule import Schedule, build_schedule
 from lazyjax.planning.program.verify import check_buffers, check_data_flow, check_order
 from lazyjax.storage.host import HostStore
-from lazyjax.storage.nvme import Drive, NvmeStore
+from lazyjax.storage.nvme import Drive
+from lazyjax.storage.striped import open_drives
 
 #: Plans and sequence lengths whose schedules are kept: a running plan and its buckets.
 _SCHEDULES = 32
@@ -77,7 +78,9 @@ def executor_of(
     *,
     clip: ClipRule,
     nvme_folder: pathlib.Path | None = None,
+    nvme_folders: Sequence[pathlib.Path] = (),
     run: str = "run",
+    drive: Drive | None = None,
     step: int = 0,
     updates: HostUpdates | None = None,
     schedules: Schedules | None = None,
@@ -86,6 +89,8 @@ def executor_of(
 
     Args:
         nvme_folder: in it a scratch folder named after `run` is made once a plan needs NVMe.
+        nvme_folders: the same for several drives, in place of one.
+        drive: one that is open already, where the store is; the executor closes it.
         step: optimizer steps that were applied before.
         updates: optimizer state that exists already; None makes a new one.
         schedules: that were checked already; None makes them.
@@ -94,8 +99,11 @@ def executor_of(
         PlanError: the plan does not fit. NvmeError: the folder cannot be used.
     """
     open_drive: Callable[[], Drive] | None = None
-    if nvme_folder is not None:
-        open_drive = functools.partial(NvmeStore, nvme_folder, run=run)
+    if drive is not None:
+        open_drive = functools.partial(_given, drive)
+    elif nvme_folders or nvme_folder is not None:
+        folders = nvme_folders or [folder for folder in (nvme_folder,) if folder is not None]
+        open_drive = functools.partial(open_drives, folders, run=run)
     return Executor(
         kernels,
         Transfers(kernels.sharded, kernels.compute_dtype),
@@ -107,6 +115,10 @@ def executor_of(
         open_drive=open_drive,
         step=step,
     )
+
+
+def _given(drive: Drive) -> Drive:
+    return drive
 
 
 def build_executor(
@@ -126,7 +138,7 @@ def build_executor(
         template=template,
         mesh=mesh if mesh is not None else data_mesh(),
         compute_dtype=compute_dtype,
-        gradient_dtype=str(store.layers[0].gradient.dtype),
+        gradient_dtype=store.gradient_dtype,
         head_chunk_tokens=head_chunk_tokens,
     )
     return executor_of(kernels, plan, store, optimizer, clip=clip, nvme_folder=nvme_folder)

@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from lazyjax.execution.decode_kernels import Draw, Parameters, State, decode_kernels
+from lazyjax.execution.forward import fetch
 from lazyjax.execution.kernels import DeviceSlab, Kernels
 from lazyjax.execution.transfers import Transfers
 from lazyjax.models.decode import Span
@@ -105,7 +106,7 @@ class Decoder:
         self.sampling = sampling
         self._resident: dict[int, Parameters] = {}
         for layer in plan.resident:
-            slab = self._transfers.slab_to_device(store.layers[layer])
+            slab = fetch(self._transfers, store, layer)
             self._resident[layer] = self._kernels.parameters(template.kind(layer))(slab)[0]
             jax.block_until_ready(self._resident[layer])
         streamed = [layer for layer in self.uses if layer not in self._resident]
@@ -211,7 +212,7 @@ class Decoder:
             # At most one layer's work may be outstanding: slabs that were used are then free again.
             while len(self._running) > 1:
                 jax.block_until_ready(self._running.popleft())
-            self._coming.append((layer, self._transfers.slab_to_device(self._store.layers[layer])))
+            self._coming.append((layer, fetch(self._transfers, self._store, layer)))
 
     def _embed(self, tokens_BT: Int32[np.ndarray, "B T"]) -> Array:
         """x_BTD of tokens; their rows of the table are looked up on the host."""

@@ -6,6 +6,7 @@ when the operation is done.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lazyjax.batch import Batch
@@ -15,8 +16,13 @@ from lazyjax.execution.interfaces import Copies, LayerKernels
 from lazyjax.execution.kernels import DeviceBatch, GradientSlab
 from lazyjax.execution.pending import Arrays, Pending
 from lazyjax.planning.program.schedule import Buffer, BufferRole, Operation, Schedule
+from lazyjax.specs import Part
 from lazyjax.storage.host import HostStore
 from lazyjax.timeline import Resource
+
+
+def _untimed(start: float, end: float) -> None:
+    """The copies themselves are timed where they run."""
 
 
 class DeviceWork:
@@ -50,10 +56,21 @@ class DeviceWork:
 
     def fetch(self, operation: Operation) -> Pending:
         """Parameters, host slab to device."""
-        slab = self._copies.slab_to_device(self._store.layers[operation.layer])
-        self._buffers.device[Buffer(BufferRole.PARAMETERS, operation.layer)] = slab
-        self._packed.add(operation.layer)
-        return Arrays(slab)
+        layer, owned = operation.layer, self._store.owned
+        fetched = owned.on_nvme(layer).intersection(self._schedule.sizes.fetched)
+        slab = self._copies.slab_to_device(self._store.slabs(layer), lasting=not fetched)
+        self._buffers.device[Buffer(BufferRole.PARAMETERS, layer)] = slab
+        self._packed.add(layer)
+        if not fetched:
+            return Arrays(slab)
+        # The copies are used again once they are on the device. What waits for that must not hold the slab.
+        spent = [owned.take_copy(layer, part) for part in fetched] if operation.frees else []
+
+        def give_back() -> None:
+            for lent in spent:
+                owned.pool.give_back(lent)
+
+        return self._queues.run(Resource.H2D, give_back, [Arrays(slab)], _untimed)
 
     def reload(self, operation: Operation) -> Pending:
         """The batch or activations, host to device."""
@@ -76,16 +93,23 @@ class DeviceWork:
         self._buffers.host.update(zip(operation.reads, copies, strict=True))
         return Arrays(copies)
 
-    def gradient_out(self, operation: Operation) -> Pending:
-        """A layer's gradient, device to pinned memory, and from there on a host thread into its slab."""
-        gradient = self._buffers.device[Buffer(BufferRole.GRADIENT, operation.layer)]
-        (delivered,) = self._copies.to_host([gradient])
-        target = self._store.layers[operation.layer].gradient
+    def gradient_out(self, operation: Operation, after: Sequence[Pending] = ()) -> Pending:
+        """A layer's gradient, device to pinned memory, and from there on a host thread into its slab.
+
+        Args:
+            after: what that thread waits for: writes of earlier gradients, whose copies are used again.
+        """
+        layer, owned = operation.layer, self._store.owned
+        (delivered,) = self._copies.to_host([self._buffers.device[Buffer(BufferRole.GRADIENT, layer)]])
 
         def copy() -> None:
+            if Part.GRADIENT in owned.on_nvme(layer):
+                target = owned.make_new(layer, Part.GRADIENT)[Part.GRADIENT.value]
+            else:
+                target = self._store.slabs(layer).gradient
             self._copies.into_slab(delivered, target)
 
-        return self._queues.run(Resource.D2H, copy, [Arrays(delivered)], lambda start, end: None)
+        return self._queues.run(Resource.D2H, copy, [Arrays(delivered), *after], _untimed)
 
     # Kernels
 

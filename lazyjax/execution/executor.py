@@ -195,8 +195,7 @@ class Executor:
         self.flush()
         if uses_nvme(plan) and self._drive is None and self._open_drive is not None:
             self._drive = self._open_drive()
-        on_nvme = [index for index, layer in enumerate(plan.layers) if layer.state == "nvme"]
-        self.updates.place_states(on_nvme, self._drive)
+        self.updates.place([layer.on_nvme for layer in plan.layers], self._drive)
         self.plan, self.schedule = plan, schedule
 
     def continue_from(self, *, applied_steps: int, skipped_steps: int, skipped_in_a_row: int) -> None:
@@ -215,6 +214,7 @@ class Executor:
             FailedExecutorError: an earlier step failed.
         """
         self._unfinished.refuse_after_failure()
+        self.store.settle()
         if batch.rows != self.plan.rows:
             raise ValueError(f"batch has {batch.rows} rows, the plan is for {self.plan.rows}")
         if not batch.target_tokens:
@@ -251,7 +251,10 @@ class Executor:
         if pending is not None:
             m = self._machinery
             buffers = StepBuffers(m.copies.device_bytes)
-            work = HostWork(m.copies, m.updates, self._drive, m.queues, m.recorder, buffers, pending)
+            work = HostWork(
+                m.copies, m.updates, self._drive, m.queues, m.recorder, buffers, pending,
+                deferred=self.plan.update == "deferred",
+            )  # fmt: skip
             self._unfinished.wait(work.update_all(self.schedule))
 
     def evaluate(self, batch: Batch) -> tuple[float, float]:

@@ -22,6 +22,18 @@ from lazyjax.planning.program.schedule import OFFLOAD_WINDOW_ITEMS
 from lazyjax.storage.host import HostStore
 
 
+def fetch(copies: Copies, store: HostStore, layer: int) -> Any:
+    """Starts the copy of a layer's parameters to the device, outside of training steps.
+
+    What lives on NVMe is read and copied to its end: the next layer takes its place in memory.
+    """
+    lasting = not store.owned.on_nvme(layer)
+    slab = copies.slab_to_device(store.layers[layer], lasting=lasting)
+    if not lasting:
+        jax.block_until_ready(slab)
+    return slab
+
+
 class ForwardPass:
     """Streams a model forward over whole batches."""
 
@@ -57,8 +69,7 @@ class ForwardPass:
             if layer == head:
                 table = None
                 if template.spec.tied:
-                    table_slab = copies.slab_to_device(self._store.layers[0])
-                    table = self._kernels.unpack(template.kind(0))(table_slab)
+                    table = self._kernels.unpack(template.kind(0))(fetch(copies, self._store, 0))
                 for index in activations.order(reverse=False):
                     yield head_kernel(params, table, activations.take(index), parts[index])
                 return
@@ -74,11 +85,11 @@ class ForwardPass:
 
     def _slabs(self, depth: int) -> Iterator[tuple[int, Any]]:
         """Layers with their parameters, of which `depth` are on the device or on their way."""
-        layers = self._store.layers
+        layers = len(self._store.layouts)
         ahead: collections.deque[Any] = collections.deque()
-        for layer in range(len(layers)):
-            while len(ahead) < min(depth, len(layers) - layer):
-                ahead.append(self._copies.slab_to_device(layers[layer + len(ahead)]))
+        for layer in range(layers):
+            while len(ahead) < min(depth, layers - layer):
+                ahead.append(fetch(self._copies, self._store, layer + len(ahead)))
             yield layer, ahead.popleft()
 
 

@@ -1,9 +1,10 @@
 """Host threads that serve the resources of a schedule, each in the order of the schedule.
 
 One thread runs host updates, one starts reads from NVMe, one starts writes to it, two copy
-gradients into their slabs. Each waits itself for what its operation waits for, so that the thread that
-issues operations does not. A drive's transfers are started in order and completed in order, two at
-a time: while one moves, the bytes of the one before are checked.
+gradients into their slabs, one gives up what was copied to the device. Each waits itself for what its
+operation waits for, so that the thread that issues operations does not. A drive's transfers are
+started in order and completed in order, two at a time: while one moves, the bytes of the one before
+are checked.
 """
 
 from __future__ import annotations
@@ -20,12 +21,21 @@ from lazyjax.timeline import Resource
 Timed = Callable[[float, float], None]
 
 _IN_FLIGHT = 2
-_THREADS = {Resource.CPU: 1, Resource.NVME_READ: 1, Resource.NVME_WRITE: 1, Resource.D2H: 2}
+_THREADS = {
+    Resource.CPU: 1,
+    Resource.NVME_READ: 1,
+    Resource.NVME_WRITE: 1,
+    Resource.H2D: 1,
+    Resource.D2H: 2,
+}
 _DRIVES = (Resource.NVME_READ, Resource.NVME_WRITE)
 
 
 class HostQueues:
-    """Queues of host work by resource; `D2H` here is the copy from pinned memory into a slab."""
+    """Queues of host work by resource.
+
+    `D2H` here is the copy from pinned memory into a slab, `H2D` the wait for copies whose source is needed.
+    """
 
     def __init__(self) -> None:
         self._threads = {

@@ -16,7 +16,9 @@ from lazyjax.execution.host_update import HostUpdates, UpdateStep
 from lazyjax.execution.interfaces import Copies
 from lazyjax.execution.pending import Pending
 from lazyjax.execution.recorder import Recorder
+from lazyjax.planning.program.operations import ROLE_OF
 from lazyjax.planning.program.schedule import Action, Buffer, Operation, Schedule
+from lazyjax.specs import Part
 from lazyjax.storage.nvme import Drive, DriveTransfer
 
 
@@ -25,6 +27,9 @@ class HostWork:
 
     Attributes:
         step: what updates need; None while it is not known, or where the step is skipped.
+
+    Args:
+        deferred: the updates are those of the step before, and fetches follow them.
     """
 
     def __init__(
@@ -36,10 +41,12 @@ class HostWork:
         recorder: Recorder,
         buffers: StepBuffers,
         step: UpdateStep | None,
+        *,
+        deferred: bool,
     ) -> None:
         self._copies, self._updates, self._drive = copies, updates, drive
         self._queues, self._recorder, self._buffers = queues, recorder, buffers
-        self.step = step
+        self.step, self._deferred = step, deferred
 
     def _transfer(
         self, operation: Operation, begin: Callable[[], Callable[[], None]], after: Sequence[Pending]
@@ -83,23 +90,40 @@ class HostWork:
         return self._transfer(operation, begin, after)
 
     def load_state(self, operation: Operation, after: Sequence[Pending]) -> Pending | None:
-        """Optimizer state, NVMe to a scratch copy."""
-        if self.step is None:
+        """What an update needs, NVMe to copies; without an update what the fetch after it needs."""
+        fetched = _halves(operation)
+        if self.step is None and not (self._deferred and fetched):
             return None
-        return self._transfer(operation, functools.partial(self._updates.load, operation.layer), after)
+        updates = self.step is not None
+        load = functools.partial(self._updates.load, operation.layer, updates=updates, fetched=fetched)
+        return self._transfer(operation, load, after)
 
     def spill_state(self, operation: Operation, after: Sequence[Pending]) -> Pending | None:
-        """Optimizer state, from its scratch copy back to NVMe."""
-        if self.step is None:
+        """What an update has changed, from its copies back to NVMe."""
+        if self.step is None and not (self._deferred and _halves(operation)):
             return None
-        return self._transfer(operation, functools.partial(self._updates.spill, operation.layer), after)
+        spill = functools.partial(self._updates.spill, operation.layer, updated=self.step is not None)
+        return self._transfer(operation, spill, after)
+
+    def load_parameters(self, operation: Operation, after: Sequence[Pending]) -> Pending:
+        """Halves of the master weights, NVMe to copies for one fetch."""
+        load = functools.partial(
+            self._updates.load, operation.layer, updates=False, fetched=_halves(operation)
+        )
+        return self._transfer(operation, load, after)
+
+    def spill_gradient(self, operation: Operation, after: Sequence[Pending]) -> Pending:
+        """A gradient, from its copy to NVMe."""
+        spill = functools.partial(self._updates.spill_gradient, operation.layer)
+        return self._transfer(operation, spill, after)
 
     def update(self, operation: Operation, after: Sequence[Pending]) -> Pending | None:
-        """The optimizer on one layer's slabs."""
-        if self.step is None:
-            return None
-        work = functools.partial(self._updates.update, operation.layer, self.step)
+        """The optimizer on one layer's slabs; without an update only what it waits for."""
         timed = self._recorder.timer(operation)
+        if self.step is None:
+            nothing = functools.partial(_finish, ())
+            return self._queues.run(operation.resource, nothing, after, timed) if after else None
+        work = functools.partial(self._updates.update, operation.layer, self.step)
         return self._queues.run(operation.resource, work, after, timed)
 
     def update_all(self, schedule: Schedule) -> list[Pending]:
@@ -121,6 +145,12 @@ class HostWork:
     def _required_drive(self) -> Drive:
         assert self._drive is not None
         return self._drive
+
+
+def _halves(operation: Operation) -> frozenset[Part]:
+    """The halves of the master weights that a move around an update or a fetch handles."""
+    places = [*(allocation.place for allocation in operation.allocates), *operation.frees]
+    return frozenset(part for part in (Part.HI, Part.LO) for p in places if p.buffer.role is ROLE_OF[part])
 
 
 def _finish(transfers: Sequence[DriveTransfer]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from lazyjax.batch import Batch
 from lazyjax.models.template import LayerKind, ModelTemplate
-from lazyjax.storage.host import LayerSlabs
+from lazyjax.storage.host import LayerOnDrive, LayerSlabs
 
 
 @runtime_checkable
@@ -66,7 +66,7 @@ class LayerKernels(Protocol):
 class Copies(Protocol):
     """Copies between host and device; `lazyjax.execution.transfers.Transfers` says what each does."""
 
-    def slab_to_device(self, slabs: LayerSlabs) -> Any:
+    def slab_to_device(self, slabs: LayerSlabs | LayerOnDrive, *, lasting: bool = True) -> Any:
         """Starts the copy of a layer's parameters."""
         ...
 

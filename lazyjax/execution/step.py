@@ -96,7 +96,7 @@ class Step:
         )  # fmt: skip
         self._host_work = HostWork(
             machinery.copies, machinery.updates, drive, machinery.queues, machinery.recorder, self._buffers,
-            pending,
+            pending, deferred=not self._immediate,
         )  # fmt: skip
         self.walk = Walk(
             schedule,

@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from lazyjax.batch import Batch
 from lazyjax.execution.kernels import DeviceBatch, DeviceSlab
-from lazyjax.storage.host import LayerSlabs
+from lazyjax.storage.host import LayerOnDrive, LayerSlabs
 
 
 class Transfers:
@@ -31,16 +31,22 @@ class Transfers:
         self._host = sharded.with_memory_kind("pinned_host")
         self._replicated = NamedSharding(sharded.mesh, PartitionSpec())
         self._both_halves = compute_dtype == "float32"
+        self._device_is_host = sharded.mesh.devices.flat[0].platform == "cpu"
 
-    def slab_to_device(self, slabs: LayerSlabs) -> DeviceSlab:
+    def slab_to_device(self, slabs: LayerSlabs | LayerOnDrive, *, lasting: bool = True) -> DeviceSlab:
         """Starts the copy of a layer's parameters.
 
         The slabs must not change until the last kernel that uses the result has finished: on a CPU
         backend JAX makes a page-aligned slab itself the device array, also where `may_alias` is
         off. Updates keep to this, as they follow the norm, and the norm follows every kernel.
+
+        Args:
+            lasting: where not, the slabs must not change until the result is there.
         """
-        halves = (slabs.hi, slabs.lo) if self._both_halves else (slabs.hi.view(ml_dtypes.bfloat16),)
-        return jax.device_put(halves, self._device, may_alias=False)
+        halves = [slabs.hi, slabs.lo] if self._both_halves else [slabs.hi.view(ml_dtypes.bfloat16)]
+        if not lasting and self._device_is_host:
+            halves = [half.copy() for half in halves]
+        return jax.device_put(tuple(halves), self._device, may_alias=False)
 
     def batch_to_device(self, batch: Batch) -> DeviceBatch:
         """Starts the copy of one microbatch."""

@@ -14,6 +14,7 @@ No device work is issued past a blocked operation, although another resource cou
 JAX allocates after a kernel was dispatched is usable only when that kernel has ended, so a copy that was
 overtaken by a kernel would wait for it. Deferred updates and the moves of their state touch nothing on the
 device. They are issued as soon as what they wait for is, in the order of their queues, wherever the walk is.
+A gradient's copy on its way to a drive is waited for by the thread that fills the next one.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
 
 DEVICE_RESOURCES = frozenset({Resource.COMPUTE, Resource.H2D, Resource.D2H})
+#: Writes of what layers own, which the next step waits for.
+_CARRIED = frozenset({Action.SPILL_STATE, Action.SPILL_GRADIENT})
+_READS_OF_OWNED = frozenset({Action.LOAD_STATE, Action.LOAD_PARAMETERS})
 #: Windows whose kernels may be queued on the device when a fetch is issued.
 _WINDOWS_AHEAD = 1
 
@@ -86,8 +90,14 @@ def prepare(schedule: Schedule) -> Prepared:
 def _must_have_ended(operation: Operation, other: Operation) -> bool:
     """Whether the walk itself waits; else the device's queues or a host thread do."""
     if operation.resource not in DEVICE_RESOURCES:
-        own_threads = other.action in STATE_ACTIONS or other.resource in (Resource.COMPUTE, Resource.H2D)
+        own_threads = (
+            operation.action is Action.SPILL_GRADIENT
+            or other.action in STATE_ACTIONS | _CARRIED
+            or other.resource in (Resource.COMPUTE, Resource.H2D)
+        )
         return bool(other.frees) and not own_threads
+    if other.action is Action.SPILL_GRADIENT:
+        return False  # the thread that fills the copy waits
     if other.resource is Resource.D2H:
         return operation.resource is Resource.COMPUTE
     return other.resource not in DEVICE_RESOURCES
@@ -136,16 +146,20 @@ class Walk:
             Action.BACKWARD: device_work.backward,
             Action.OFFLOAD: device_work.offload,
             Action.RELOAD: device_work.reload,
-            Action.GRADIENT_OUT: device_work.gradient_out,
         }
+        self._gradient_out = device_work.gradient_out
         self._host_handlers: dict[Action, Callable[[Operation, list[Pending]], Pending | None]] = {
             Action.SPILL: host_work.spill,
             Action.LOAD: host_work.load,
             Action.UPDATE: host_work.update,
             Action.LOAD_STATE: host_work.load_state,
             Action.SPILL_STATE: host_work.spill_state,
+            Action.SPILL_GRADIENT: host_work.spill_gradient,
+            Action.LOAD_PARAMETERS: host_work.load_parameters,
         }
-        self._carried_layers = {schedule.operations[index].layer: task for index, task in carried.items()}
+        self._carried_layers: dict[int, list[Pending]] = collections.defaultdict(list)
+        for index, task in carried.items():
+            self._carried_layers[schedule.operations[index].layer].append(task)
         self._pending: dict[int, Pending] = {}
         self._to_free: dict[int, tuple[Place, ...]] = {}
         self._tokens: collections.deque[tuple[int, Pending]] = collections.deque()
@@ -211,10 +225,10 @@ class Walk:
         self._free_after(index)
 
     def finish_all(self) -> dict[int, Pending]:
-        """Waits for everything but the state's way back to NVMe, which the next step waits for."""
+        """Waits for everything but what layers own on its way to NVMe, which the next step waits for."""
         left = {}
         for index in list(self._pending):
-            if self._schedule.operations[index].action is Action.SPILL_STATE:
+            if self._schedule.operations[index].action in _CARRIED:
                 left[index] = self._pending.pop(index)
             else:
                 self.finish(index)
@@ -239,7 +253,10 @@ class Walk:
                     self._carried[waited].wait()
             while len(self._tokens) > _WINDOWS_AHEAD:
                 self._tokens.popleft()[1].wait()
-        pending = self._device_handlers[operation.action](operation)
+        if operation.action is Action.GRADIENT_OUT:
+            pending = self._gradient_out(operation, self._issued_before(operation))
+        else:
+            pending = self._device_handlers[operation.action](operation)
         self._recorder.issued(operation, pending)
         if operation.resource is Resource.COMPUTE:
             if self._tokens and self._tokens[-1][0] == operation.window:
@@ -248,12 +265,15 @@ class Walk:
         if operation.resource is Resource.D2H or operation.index in self._prepared.awaited_by_host:
             self._pending[operation.index] = pending
 
+    def _issued_before(self, operation: Operation) -> list[Pending]:
+        return [self._pending[waited] for waited in operation.waits if waited in self._pending]
+
     def _issue_on_host(self, operation: Operation) -> None:
-        after = [self._pending[waited] for waited in operation.waits if waited in self._pending]
+        after = self._issued_before(operation)
         after += [self._carried[waited] for waited in operation.waits_previous if waited in self._carried]
-        if operation.action is Action.LOAD_STATE and operation.layer in self._carried_layers:
-            # In its queue the write is long done; if it failed, what is there is an older state.
-            after.append(self._carried_layers[operation.layer])
+        if operation.action in _READS_OF_OWNED and operation.layer in self._carried_layers:
+            # In its queue the write is long done; if it failed, what is there is older.
+            after += self._carried_layers[operation.layer]
         pending = self._host_handlers[operation.action](operation, after)
         if pending is not None:
             assert isinstance(pending, Task)

@@ -2,59 +2,37 @@
 
 Every layer owns three page-aligned flat vectors of the same length: the two halves of the fp32
 master weights (`hi` is what is streamed, see `lazyjax.storage.master`) and the gradient that the
-device sends back. They are allocated once and reused for the whole run.
+device sends back. Each of them is in memory for the whole run, or on NVMe with copies in memory
+while it is needed (`lazyjax.storage.owned`).
 
-Optimizer state belongs to `lazyjax.optim`; this module only knows how to get aligned memory.
+Optimizer state belongs to `lazyjax.optim`; this module only knows where slabs are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import mmap
-from collections.abc import Callable, Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 
-import ml_dtypes
 import numpy as np
 
-from lazyjax.specs import ModelSpec, Segment, SlabLayout, slab_layout
+from lazyjax.specs import ModelSpec, Part, Segment, SlabLayout, slab_layout
+from lazyjax.storage.buffers import Arrays
 from lazyjax.storage.master import join_master, split_master
+from lazyjax.storage.memory import NUMPY_DTYPES, HostMemoryError, aligned_zeros
+from lazyjax.storage.nvme import Drive
+from lazyjax.storage.owned import OwnedMemory
 
-NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-    "uint16": np.dtype(np.uint16),
-    "int16": np.dtype(np.int16),
-    "uint8": np.dtype(np.uint8),
-    "int8": np.dtype(np.int8),
-}
+__all__ = [
+    "NUMPY_DTYPES", "HostMemoryError", "HostStore", "LayerOnDrive", "LayerSlabs", "aligned_zeros",
+    "allocate_host_store",
+]  # fmt: skip
 
 #: Elements converted at a time when a tensor is stored.
 _PIECE_ELEMENTS = 2**20
-
-
-class HostMemoryError(MemoryError):
-    """Host memory for the training state could not be had; says what was asked for."""
-
-
-def aligned_zeros(elements: int, dtype: str, *, purpose: str) -> np.ndarray:
-    """A zeroed, page-aligned vector.
-
-    Anonymous mappings give pages as they are first written, so that describing a large model
-    costs nothing until it is filled.
-
-    Raises:
-        HostMemoryError: naming `purpose` and the size, when the mapping is refused.
-    """
-    element = NUMPY_DTYPES[dtype]
-    size = max(elements * element.itemsize, 1)
-    try:
-        return np.frombuffer(mmap.mmap(-1, size), dtype=element, count=elements)
-    except (OSError, MemoryError) as error:
-        raise HostMemoryError(
-            f"no host memory for {purpose}: {size / 2**30:.2f} GiB refused ({error}); "
-            "use a smaller model, 8-bit optimizer state, or a machine with more memory"
-        ) from error
+#: What a layer's slabs are called, with what a missing one is doing elsewhere.
+SLABS = (Part.HI, Part.LO, Part.GRADIENT)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +43,8 @@ class LayerSlabs:
         hi: uint16, the bf16 bits that are streamed.
         lo: int16, the rest of the fp32 master weights.
         gradient: bfloat16 or float32, as delivered by the device.
+
+    A slab that is not in memory, and not needed, has no elements.
     """
 
     layout: SlabLayout
@@ -125,31 +105,191 @@ class LayerSlabs:
         raise KeyError(name)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HostStore:
-    """The slabs of a whole model, in layer order."""
+class LayerOnDrive:
+    """A layer of which something lives on NVMe, for everything but training steps.
 
-    spec: ModelSpec
-    layers: tuple[LayerSlabs, ...]
+    What is asked for is read; one layer of a store is held at a time. Arrays cannot be written to, and hold
+    until another layer is asked for; `set_master` changes the layer.
+    """
+
+    def __init__(self, store: HostStore, index: int) -> None:
+        self._store, self._index = store, index
+        self.layout = store.layouts[index]
+
+    @property
+    def hi(self) -> np.ndarray:
+        """As in `LayerSlabs`."""
+        return _read_only(self._store.held(self._index, Part.HI))
+
+    @property
+    def lo(self) -> np.ndarray:
+        """As in `LayerSlabs`."""
+        return _read_only(self._store.held(self._index, Part.LO))
+
+    @property
+    def gradient(self) -> np.ndarray:
+        """As in `LayerSlabs`."""
+        return _read_only(self._store.held(self._index, Part.GRADIENT))
+
+    def master(self, segment_name: str) -> np.ndarray:
+        """As `LayerSlabs.master`."""
+        return self._masters().master(segment_name)
+
+    def master_pieces(
+        self, segment_name: str, arrange: Callable[[np.ndarray], np.ndarray]
+    ) -> Iterator[np.ndarray]:
+        """As `LayerSlabs.master_pieces`."""
+        return self._masters().master_pieces(segment_name, arrange)
+
+    def set_master(self, segment_name: str, value: np.ndarray) -> None:
+        """As `LayerSlabs.set_master`; written to the drive when another layer is asked for."""
+        self._masters().set_master(segment_name, value)
+        self._store.held_changed()
+
+    def _masters(self) -> LayerSlabs:
+        hi, lo = (self._store.held(self._index, part) for part in (Part.HI, Part.LO))
+        return LayerSlabs(self.layout, hi, lo, np.empty(0, np.float32))
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+class HostStore:
+    """The slabs of a whole model, in layer order, on the host and on NVMe.
+
+    Args:
+        layouts: of every layer.
+        make: gives new slabs; asked when one is first needed on the host.
+        on_nvme: what of every layer lives on `drive` from the beginning. It is all zeros.
+
+    Attributes:
+        owned: the slabs, and whatever else layers own and somebody adds there.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layouts: Sequence[SlabLayout],
+        gradient_dtype: str,
+        make: Callable[[Part, int], np.ndarray],
+        *,
+        on_nvme: Sequence[Collection[Part]] | None = None,
+        drive: Drive | None = None,
+    ) -> None:
+        self.spec, self.layouts, self.gradient_dtype = spec, tuple(layouts), gradient_dtype
+        self.owned = OwnedMemory([frozenset(parts) for parts in on_nvme or ((),) * len(layouts)], drive)
+        dtypes = {Part.HI: "uint16", Part.LO: "int16", Part.GRADIENT: gradient_dtype}
+        for part, dtype in dtypes.items():
+            self.owned.add(
+                part,
+                functools.partial(self._made, part, make),
+                functools.partial(self._described, part, dtype),
+            )
+        self._held: tuple[int, contextlib.ExitStack, dict[Part, np.ndarray]] | None = None
+        self._changed = False
+
+    def _made(self, part: Part, make: Callable[[Part, int], np.ndarray], layer: int) -> Arrays:
+        return {part.value: make(part, layer)}
+
+    def _described(self, part: Part, dtype: str, layer: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        return {part.value: ((self.layouts[layer].length,), dtype)}
+
+    @property
+    def layers(self) -> Sequence[LayerSlabs | LayerOnDrive]:
+        """In the order of `ModelSpec.layers`."""
+        return tuple(
+            LayerOnDrive(self, layer) if self.owned.on_nvme(layer).intersection(SLABS) else self.slabs(layer)
+            for layer in range(len(self.layouts))
+        )
+
+    def slabs(self, layer: int) -> LayerSlabs:
+        """What of a layer's slabs is in memory: what lives there, and copies that a step has brought up."""
+        hi, lo, gradient = (self._in_memory(layer, part) for part in SLABS)
+        return LayerSlabs(self.layouts[layer], hi, lo, gradient)
+
+    def _in_memory(self, layer: int, part: Part) -> np.ndarray:
+        arrays = self.owned.in_memory(layer, part)
+        return _NOTHING if arrays is None else arrays[part.value]
+
+    @contextlib.contextmanager
+    def reading(self, layer: int) -> Iterator[LayerSlabs]:
+        """Both halves of a layer's master weights, as copies where they live on NVMe; no gradient."""
+        with self.owned.reading(layer, (Part.HI, Part.LO)) as arrays:
+            hi, lo = (arrays[part][part.value] for part in (Part.HI, Part.LO))
+            yield LayerSlabs(self.layouts[layer], hi, lo, _NOTHING)
+
+    # For layers on NVMe, one at a time
+
+    def held(self, layer: int, part: Part) -> np.ndarray:
+        """A part of the one layer that is held; the one before is written back if it was changed."""
+        if self._held is None or self._held[0] != layer:
+            self.settle()
+            self._held = (layer, contextlib.ExitStack(), {})
+        _, stack, arrays = self._held
+        if part not in arrays:
+            arrays[part] = stack.enter_context(self.owned.reading(layer, (part,)))[part][part.value]
+        return arrays[part]
+
+    def held_changed(self) -> None:
+        """The halves of the layer that is held were changed."""
+        self._changed = True
+
+    def settle(self) -> None:
+        """Writes the layer that is held if it was changed, and lets go of it.
+
+        Raises:
+            NvmeError: naming what could not be written.
+        """
+        held, self._held = self._held, None
+        if held is None:
+            return
+        layer, stack, arrays = held
+        with stack:
+            if self._changed:
+                self._changed = False
+                arrays.pop(Part.GRADIENT, None)
+                self.owned.write(layer, {part: {part.value: array} for part, array in arrays.items()})
+
+    def place(self, on_nvme: Sequence[Collection[Part]], drive: Drive | None) -> None:
+        """See `OwnedMemory.place`."""
+        self.settle()
+        self.owned.place(on_nvme, drive)
+
+
+_NOTHING = np.empty(0, np.uint8)
 
 
 def allocate_host_store(
-    spec: ModelSpec, *, gradient_dtype: str = "bfloat16", devices: int = 1, decay_vectors: bool = False
+    spec: ModelSpec,
+    *,
+    gradient_dtype: str = "bfloat16",
+    devices: int = 1,
+    decay_vectors: bool = False,
+    on_nvme: Sequence[Collection[Part]] | None = None,
+    drive: Drive | None = None,
 ) -> HostStore:
-    """Maps zeroed slabs for every layer of `spec`.
+    """Maps zeroed slabs for every layer of `spec`, but for what lives on NVMe.
 
     Raises:
         HostMemoryError: naming the layer that did not fit.
     """
-    layers = []
-    for layer in spec.layers:
-        layout = slab_layout(layer.parameters, devices=devices, decay_vectors=decay_vectors)
-        layers.append(
-            LayerSlabs(
-                layout=layout,
-                hi=aligned_zeros(layout.length, "uint16", purpose=f"parameters of {layer.name}"),
-                lo=aligned_zeros(layout.length, "int16", purpose=f"master weights of {layer.name}"),
-                gradient=aligned_zeros(layout.length, gradient_dtype, purpose=f"gradient of {layer.name}"),
-            )
-        )
-    return HostStore(spec, tuple(layers))
+    layouts = [
+        slab_layout(layer.parameters, devices=devices, decay_vectors=decay_vectors) for layer in spec.layers
+    ]
+    kinds = {
+        Part.HI: ("uint16", "parameters"),
+        Part.LO: ("int16", "master weights"),
+        Part.GRADIENT: (gradient_dtype, "gradient"),
+    }
+
+    def make(part: Part, layer: int) -> np.ndarray:
+        dtype, purpose = kinds[part]
+        return aligned_zeros(layouts[layer].length, dtype, purpose=f"{purpose} of {spec.layers[layer].name}")
+
+    store = HostStore(spec, layouts, gradient_dtype, make, on_nvme=on_nvme, drive=drive)
+    for layer in range(len(layouts)):
+        store.slabs(layer)  # mapped now, so that a refusal comes before anything is read
+    return store

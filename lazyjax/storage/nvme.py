@@ -12,6 +12,7 @@ several times as much.
 from __future__ import annotations
 
 import pathlib
+import threading
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -66,7 +67,7 @@ class NvmeStore:
     """Bytes by key in a scratch folder of this run's own, inside `parent`.
 
     Nothing else in `parent` is touched, except scratch folders of runs that were killed
-    (`lazyjax.storage.scratch`). One thread at a time may use a key; different keys are independent.
+    (`lazyjax.storage.scratch`). Several threads may read a key; nobody may while another writes it.
     """
 
     def __init__(self, parent: pathlib.Path, *, run: str = "run", concurrency: int = 4) -> None:
@@ -84,7 +85,8 @@ class NvmeStore:
         )
         self._entries: dict[str, _Entry] = {}
         self._stamps: dict[str, int] = {}
-        self._in_flight: dict[str, _Transfer] = {}
+        self._in_flight: dict[str, list[_Transfer]] = {}
+        self._lock = threading.Lock()
         try:
             self._scratch = ScratchFolder(parent, run)
         except OSError as error:
@@ -140,16 +142,20 @@ class NvmeStore:
             self._scratch.remove()
 
     def _settle(self, key: str) -> None:
-        transfer = self._in_flight.pop(key, None)
-        if transfer is not None:
+        with self._lock:
+            transfers = self._in_flight.pop(key, [])
+        for transfer in transfers:
             transfer.settle()
 
     def _start(
         self, key: str, future: Any, memory: np.ndarray, doing: str, expected: int | None
     ) -> DriveTransfer:
-        self._settle(key)
+        if expected is None:
+            self._settle(key)
         transfer = _Transfer(future, f"nvme folder {self.folder}: {doing} {key!r}", memory, expected)
-        self._in_flight[key] = transfer
+        with self._lock:
+            under_way = [other for other in self._in_flight.pop(key, []) if not other.ended]
+            self._in_flight[key] = [*under_way, transfer]
         return transfer
 
     def _entry(self, key: str, size: int) -> _Entry:
@@ -203,12 +209,16 @@ class _Transfer:
         self._future, self._what, self._expected = future, what, expected
         self._memory: np.ndarray | None = memory
 
+    @property
+    def ended(self) -> bool:
+        """Whether somebody has taken the result."""
+        return self._future is None
+
     def settle(self) -> None:
-        """Waits for the end, whether good or bad."""
+        """Waits for the end, whether good or bad; the result is still to be had."""
         future = self._future
         if future is not None:
             future.exception()
-        self._future = self._memory = None
 
     def result(self) -> None:
         """Waits until the bytes are where they were to go, and are the ones that were written."""

@@ -24,6 +24,8 @@ from lazyjax.planning.costs.probes import block_shapes, update_probe
 from lazyjax.planning.costs.seconds import Costs, template_costs
 from lazyjax.planning.planner.question import CostModel, Request, Tables
 from lazyjax.planning.planner.request import build_request
+from lazyjax.specs import Part
+from lazyjax.training.reserves import NOTHING_BESIDE, Beside, reserved_bytes
 from lazyjax.training.status import say, stage
 from lazyjax.training.timed_costs import (
     kernel_bytes,
@@ -47,6 +49,7 @@ def make_request(
     console: Console | None = None,
     *,
     microbatches: int | None = None,
+    beside: Beside = NOTHING_BESIDE,
 ) -> Request:
     """The planner's question, for the machine in `plan.hardware`.
 
@@ -56,6 +59,7 @@ def make_request(
 
     Args:
         microbatches: parts of the batch, where their number is decided.
+        beside: what the host has to hold beside what is planned.
 
     Raises:
         ProfileError: there is no such profile.
@@ -68,7 +72,10 @@ def make_request(
         else load_profile(hardware)
     )
     request = profile_request(config, template, profile, identity=CALIBRATE if measured else "")
-    request = dataclasses.replace(request, microbatches=microbatches)
+    reserved = reserved_bytes(request.sizes(request.devices), beside, devices=1)
+    request = dataclasses.replace(
+        request, microbatches=microbatches, static_host_bytes=request.static_host_bytes + reserved
+    )
     if not measured:
         return request
     # The request has checked that the batch can be split at all: now there are sizes to time.
@@ -96,10 +103,12 @@ def profile_request(
         gradient_dtype=config.optimizer.gradient_dtype,
         device_bytes=config.plan.device_bytes,
         host_bytes=config.plan.host_bytes,
-        nvme_bytes=None if config.plan.nvme_folder is not None else 0,
+        nvme_bytes=None if config.plan.drives else 0,
         identity=identity,
     )
-    return _as_allowed(config, request)
+    parts = config.plan.on_nvme
+    on_nvme = None if parts is None else frozenset(map(Part, parts))
+    return _as_allowed(config, dataclasses.replace(request, on_nvme=on_nvme))
 
 
 def _as_allowed(config: Config, request: Request) -> Request:
@@ -140,7 +149,7 @@ def measured_profile(
         compute_dtype=config.model.compute_dtype,
         transfer_bytes=2**24,
         update_elements=2**22,
-        nvme_folder=config.plan.nvme_folder,
+        nvme_folder=config.plan.drives[0] if config.plan.drives else None,
         repeats=3,
     )
     with stage(console, "calibrating: measuring the rates of this machine") as advance:

@@ -32,7 +32,7 @@ import numpy as np
 
 from lazyjax.optim.base import HostOptimizer, HostState
 from lazyjax.specs import ModelSpec
-from lazyjax.storage.host import HostStore, LayerSlabs
+from lazyjax.storage.host import LayerSlabs
 
 #: Of manifest.json and of what lies beside it.
 FORMAT = 1
@@ -40,8 +40,8 @@ MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL, _DELETED = ".partial-", ".deleted-"
 
-#: Gets a layer's index and gives its optimizer state, in use or a copy.
-ReadState = Callable[[int], HostState]
+#: Gets a layer's index and gives its slabs and optimizer state, in use or copies, while it is open.
+ReadLayer = Callable[[int], contextlib.AbstractContextManager[tuple[LayerSlabs, HostState]]]
 
 
 class CheckpointWriteError(OSError):
@@ -158,8 +158,8 @@ class Checkpoint:
 
 def save(
     folder: pathlib.Path,
-    store: HostStore,
-    read_state: ReadState,
+    spec: ModelSpec,
+    read_layer: ReadLayer,
     position: Position,
     identity: Identity,
     *,
@@ -171,8 +171,7 @@ def save(
     """Writes a checkpoint of `position.step` into `folder`, which holds all of a run.
 
     Args:
-        read_state: gives a layer's optimizer state; slabs and state of a layer must not change before
-            `layer_saved` was called with it.
+        read_layer: opens a layer; what it owns must not change before `layer_saved` was called with it.
 
     Raises:
         CheckpointWriteError: nothing of it is left, unless the drive refuses even that.
@@ -184,13 +183,14 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         layers = []
-        for index, layer in enumerate(store.spec.layers):
-            arrays = _arrays(store.layers[index], read_state(index))
-            _save_arrays(partial / "layers" / f"{index:04}", arrays)
-            recorded = {
-                key: {"dtype": str(array.dtype), "bytes": array.nbytes, "crc32": zlib.crc32(_raw(array))}
-                for key, array in arrays.items()
-            }
+        for index, layer in enumerate(spec.layers):
+            with read_layer(index) as (slabs, state):
+                arrays = _arrays(slabs, state)
+                _save_arrays(partial / "layers" / f"{index:04}", arrays)
+                recorded = {
+                    key: {"dtype": str(array.dtype), "bytes": array.nbytes, "crc32": zlib.crc32(_raw(array))}
+                    for key, array in arrays.items()
+                }
             layers.append({"name": layer.name, "arrays": recorded})
             layer_saved(index)
         files = {str(path.relative_to(partial)): path.stat().st_size for path in _files(partial)}

@@ -26,7 +26,7 @@ from lazyjax.planning.planner.question import Request, problem_of, settings_of
 from lazyjax.planning.planner.request import build_request
 from lazyjax.planning.planner.search import predict
 from lazyjax.planning.planner.service import refusal
-from lazyjax.specs import Tier, item_bytes
+from lazyjax.specs import Part, Tier, item_bytes
 from lazyjax.training.calibration import AUTO, CALIBRATE
 from lazyjax.training.start_plan import fixed_plan, is_solved
 
@@ -58,9 +58,9 @@ def check_machine(config: Config, template: ModelTemplate, device: jax.Device) -
     folders = {
         "run.folder": config.run.folder,
         "data.cache_folder": config.data.cache_folder,
-        "plan.nvme_folder": config.plan.nvme_folder,
     }
-    for key, folder in folders.items():
+    drives = [("plan.nvme_folder", folder) for folder in config.plan.drives]
+    for key, folder in (*folders.items(), *drives):
         if folder is not None:
             _check_folder(key, folder)
     if config.plan.hardware not in (AUTO, CALIBRATE):
@@ -94,7 +94,7 @@ def check_step_memory(config: Config, template: ModelTemplate, device: jax.Devic
     # The batch itself, and what passes between two layers, are somewhere whatever a plan does.
     least = tokens * (BATCH_BYTES_PER_TOKEN + hidden_bytes)
     there = config.plan.devices * device_bytes + host_bytes
-    if config.plan.nvme_folder is None and least > there:
+    if not config.plan.drives and least > there:
         raise StepMemoryError(
             f"{keys}: the batch and one layer's input alone take {least / 1e9:,.1f} GB, device and host have "
             f"{there / 1e9:,.1f} GB: lower one of the two"
@@ -127,7 +127,7 @@ def _offers(config: Config, ask: Callable[[Config], Request]) -> dict[str, Reque
         offers[f"optimizer.name {DEFAULT_OPTIMIZER}"] = ask(
             config.model_copy(update={"optimizer": optimizer})
         )
-    if config.plan.nvme_folder is None:
+    if not config.plan.drives:
         plan = config.plan.model_copy(update={"nvme_folder": pathlib.Path("drive")})
         offers["a large plan.nvme_folder"] = ask(config.model_copy(update={"plan": plan}))
     return offers
@@ -170,7 +170,7 @@ def _request(
         "device_total_bytes": device_bytes,
         "device_bytes": device_bytes,
         "host_bytes": host_bytes,
-        "nvme_bytes": 0 if config.plan.nvme_folder is None else 2**60,
+        "nvme_bytes": 2**60 if config.plan.drives else 0,
         "devices": config.plan.devices,
     }
     profile = load_profile(_ANY_PROFILE)
@@ -188,4 +188,6 @@ def _request(
         device_bytes=config.plan.device_bytes,
         host_bytes=config.plan.host_bytes,
     )
-    return dataclasses.replace(request, microbatches=config.plan.microbatches)
+    parts = config.plan.on_nvme
+    on_nvme = None if parts is None else frozenset(map(Part, parts))
+    return dataclasses.replace(request, microbatches=config.plan.microbatches, on_nvme=on_nvme)

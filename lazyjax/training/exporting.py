@@ -167,7 +167,7 @@ class CheckpointParameters:
         if self._held is None or self._held[0] != index:
             self._held = None
             alone = dataclasses.replace(self._spec, layers=(self._spec.layers[index],))
-            [slabs] = allocate_host_store(alone).layers
+            slabs = allocate_host_store(alone).slabs(0)
             self._checkpoint.restore_layer(index, slabs, self._optimizer.create_state(slabs.layout))
             self._held = (index, slabs)
         return self._held[1]

@@ -17,7 +17,7 @@ from lazyjax.config import Config, load_config
 from lazyjax.data.loader import Loader
 from lazyjax.execution.executor import Executor
 from lazyjax.execution.host_update import HostUpdates
-from lazyjax.planning.plan.document import Plan
+from lazyjax.planning.plan.document import Plan, read_plan
 from lazyjax.storage.host import HostStore
 from lazyjax.training.checkpoints import (
     Checkpoint,
@@ -119,10 +119,9 @@ class Resume:
         reasons = list(self.skipped)
         for checkpoint in self.checkpoints:
             try:
-                for layer, slabs in enumerate(store.layers):
-                    state = updates.read_state(layer)
-                    checkpoint.restore_layer(layer, slabs, state)
-                    updates.write_state(layer, state)
+                for layer in range(len(store.layouts)):
+                    with updates.writing(layer) as (slabs, state):
+                        checkpoint.restore_layer(layer, slabs, state)
             except DamagedCheckpointError as error:
                 # The next one overwrites all of it.
                 reasons.append(str(error))
@@ -161,7 +160,7 @@ def read_resume(run: pathlib.Path, overrides: Sequence[str] = ()) -> tuple[Confi
         if config.run.name is None:
             raise ResumeError("run.name: a run that goes on elsewhere needs a name")
         folder = config.run.folder / config.run.name
-    plan = Plan.model_validate(found[0].plan) if config.plan == begun.plan else None
+    plan = read_plan(found[0].plan, f"{found[0].path}: plan") if config.plan == begun.plan else None
     return config, Resume(run, RunFolder(folder), tuple(found), tuple(skipped), plan)
 
 

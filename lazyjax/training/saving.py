@@ -16,9 +16,9 @@ from typing import Any
 
 from lazyjax.config import CheckpointsConfig
 from lazyjax.planning.plan.document import Plan
-from lazyjax.storage.host import HostStore
+from lazyjax.specs import ModelSpec
 from lazyjax.training import checkpoints
-from lazyjax.training.checkpoints import CheckpointWriteError, Identity, Position, ReadState
+from lazyjax.training.checkpoints import CheckpointWriteError, Identity, Position, ReadLayer
 
 
 class _AbandonedError(Exception):
@@ -30,7 +30,7 @@ class Saver:
 
     Args:
         folder: of the checkpoints; made with the first one.
-        read_state: gives a layer's optimizer state.
+        read_layer: opens a layer with its optimizer state.
         data_state: the loader's position.
         plan: the one in use.
         seed, config: what the run was configured with.
@@ -41,8 +41,8 @@ class Saver:
     def __init__(
         self,
         folder: pathlib.Path,
-        store: HostStore,
-        read_state: ReadState,
+        spec: ModelSpec,
+        read_layer: ReadLayer,
         identity: Identity,
         policy: CheckpointsConfig,
         *,
@@ -53,7 +53,7 @@ class Saver:
         attention: str,
         say: Callable[[str], None],
     ) -> None:
-        self._folder, self._store, self._read_state = folder, store, read_state
+        self._folder, self._spec, self._read_layer = folder, spec, read_layer
         self._identity, self._policy, self._config, self._say = identity, policy, config, say
         self._attention = attention
         self.data_state, self._plan, self.seed = data_state, plan, seed
@@ -66,7 +66,7 @@ class Saver:
     @property
     def enabled(self) -> bool:
         """Whether the run asks for checkpoints at all."""
-        return self._policy.every_steps is not None or self._policy.every_minutes is not None
+        return self._policy.enabled
 
     def resumed(self, step: int, *, here: bool) -> None:
         """The run goes on after `step`, from a checkpoint of this folder or of another."""
@@ -84,7 +84,7 @@ class Saver:
         """Starts saving; what is pending must have been applied. Waits for a save that goes on."""
         self.wait()
         self._last_begun = time.monotonic()
-        self._saved = [threading.Event() for _ in self._store.layers]
+        self._saved = [threading.Event() for _ in self._spec.layers]
         self._thread = threading.Thread(target=self._save, args=(position, self._plan()), name="checkpoint")
         self._thread.start()
 
@@ -115,8 +115,8 @@ class Saver:
             start = time.perf_counter()
             path = checkpoints.save(
                 self._folder,
-                self._store,
-                self._read_state,
+                self._spec,
+                self._read_layer,
                 position,
                 self._identity,
                 plan=plan.model_dump(mode="json"),

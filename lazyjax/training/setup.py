@@ -46,10 +46,12 @@ from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.base import HostOptimizer
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.make import make_host_optimizer
-from lazyjax.planning.plan.document import Plan
+from lazyjax.planning.plan.document import Plan, uses_nvme
 from lazyjax.runs import RunError, read_run
 from lazyjax.specs import ModelSpec, Tier, item_bytes, slab_layout
 from lazyjax.storage.host import HostStore, allocate_host_store
+from lazyjax.storage.nvme import Drive
+from lazyjax.storage.striped import open_drives
 from lazyjax.training.answering import ExactMatchEvaluation, Questions, read_questions
 from lazyjax.training.capacity import check_capacity, needed_bytes
 from lazyjax.training.checkpoints import Identity, identity_of
@@ -58,6 +60,7 @@ from lazyjax.training.display import Display, format_bytes, silence_when_closed
 from lazyjax.training.learning_rate import learning_rates
 from lazyjax.training.loop import Trainer, TrainingSchedule, no_answers, plan_facts
 from lazyjax.training.replanning import Replan, make_replanner
+from lazyjax.training.reserves import Beside
 from lazyjax.training.resume import Resume
 from lazyjax.training.run_folder import RunFolder, create_run_folder
 from lazyjax.training.saving import Saver
@@ -116,7 +119,7 @@ def disk_bytes(config: Config, spec: ModelSpec, optimizer: HostOptimizer) -> dic
     keys = config.checkpoints
     model_bytes, checkpoint_bytes = 2 * spec.parameter_count, _checkpoint_bytes(spec, optimizer)
     needed = {"run.save_model to false": ("the trained model", model_bytes if config.run.save_model else 0)}
-    if keys.every_steps is not None or keys.every_minutes is not None:
+    if keys.enabled:
         # The next one is whole before an old one goes.
         count = keys.keep_last + keys.keep_best + 1
         words = f"{count} checkpoints of {format_bytes(checkpoint_bytes)}"
@@ -154,11 +157,12 @@ def _check_replanning(config: Config, steps: int) -> None:
 def _fill_store(store: HostStore, template: ModelTemplate, checkpoint: Checkpoint | None, seed: int) -> None:
     if checkpoint is not None:
         load_into(checkpoint, template, store)
-        return
-    key = jax.random.key(seed)
-    for index, slabs in enumerate(store.layers):
-        for name, value in init_parameters(template, index, key).items():
-            slabs.set_master(name, value)
+    else:
+        key = jax.random.key(seed)
+        for index, slabs in enumerate(store.layers):
+            for name, value in init_parameters(template, index, key).items():
+                slabs.set_master(name, value)
+    store.settle()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,13 +200,15 @@ class _Inputs:
     schedule: TrainingSchedule
     state_bytes: int
 
-    def allocate(self, *, fill: bool) -> HostStore:
-        """The slabs, with the weights that training starts from."""
+    def allocate(self, plan: Plan, drive: Drive | None, *, fill: bool) -> HostStore:
+        """The slabs where the plan has them, with the weights that training starts from."""
         store = allocate_host_store(
             self.template.spec,
             gradient_dtype=self.config.optimizer.gradient_dtype,
             devices=self.mesh.size,
             decay_vectors=self.config.optimizer.decay_vectors,
+            on_nvme=[layer.on_nvme for layer in plan.layers],
+            drive=drive,
         )
         if fill:
             _fill_store(store, self.template, self.checkpoint, self.config.training.seed)
@@ -321,17 +327,17 @@ def prepare(config: Config, console: Console, resume: Resume | None = None) -> I
     kernels = Kernels(
         inputs.template, inputs.mesh, config.model.compute_dtype, config.optimizer.gradient_dtype
     )
-    choice = choose(inputs.config, inputs.template, kernels, console, None if resume is None else resume.plan)
+    known = None if resume is None else resume.plan
+    beside = Beside(config.checkpoints.enabled, inputs.batches.training.held_bytes)
+    choice = choose(inputs.config, inputs.template, kernels, console, known, beside)
     schedules = checked_schedules(kernels, inputs.optimizer)
     check_capacity(
         needed_bytes(
-            schedules(choice.plan, choice.plan.sequence_length),
-            inputs.template.spec,
-            gradient_dtype=config.optimizer.gradient_dtype,
-            devices=inputs.mesh.size,
+            schedules(choice.plan, choice.plan.sequence_length), beside, devices=inputs.mesh.size
         ),
         optimizer_name=inputs.optimizer.name,
-        nvme_folder=config.plan.nvme_folder,
+        nvme_folders=config.plan.drives,
+        host_bytes=config.plan.host_bytes,
     )
     with contextlib.ExitStack() as stack:
         folder = _open_folder(config, inputs, resume)
@@ -339,8 +345,12 @@ def prepare(config: Config, console: Console, resume: Resume | None = None) -> I
         if resume is None:
             folder.write_plan(choice.plan)
         inputs.show(console, choice.plan, folder)
+        drive = None
+        if uses_nvme(choice.plan):
+            drive = open_drives(config.plan.drives, run=folder.path.name)
+            stack.callback(drive.close)
         try:
-            store = inputs.allocate(fill=resume is None)
+            store = inputs.allocate(choice.plan, drive, fill=resume is None)
             mirror = _open_mirror(config, folder, stack, console)
         except (CheckpointError, WandbError):
             # Weights are looked at while they are read; what cannot be trained leaves no run behind.
@@ -353,8 +363,9 @@ def prepare(config: Config, console: Console, resume: Resume | None = None) -> I
             store,
             inputs.optimizer,
             clip=ClipRule(config.optimizer.clip, config.optimizer.clip_norm),
-            nvme_folder=config.plan.nvme_folder,
+            nvme_folders=config.plan.drives,
             run=folder.path.name,
+            drive=drive,
             schedules=schedules,
         )
         stack.callback(executor.close)
@@ -378,8 +389,8 @@ def _make_trainer(
     replanner = make_replanner(config, inputs.template.in_chunks(choice.plan.token_chunk), choice)
     saver = Saver(
         folder.checkpoints,
-        store,
-        executor.updates.read_state,
+        spec,
+        executor.updates.reading,
         inputs.identity,
         config.checkpoints,
         data_state=inputs.batches.training.state,

@@ -15,12 +15,21 @@ from lazyjax.models.template import ModelTemplate
 from lazyjax.planning.costs.sizes import model_sizes
 from lazyjax.planning.plan import cache
 from lazyjax.planning.plan.baselines import BASELINES, without_nvme
-from lazyjax.planning.plan.document import Plan, PlanError, check_made_for, load_plan, validate_plan
+from lazyjax.planning.plan.document import (
+    Plan,
+    PlanError,
+    check_made_for,
+    load_plan,
+    uses_nvme,
+    validate_plan,
+)
 from lazyjax.planning.planner.question import Request
 from lazyjax.planning.planner.search import predict
 from lazyjax.planning.planner.service import solve_cached, verify_for
 from lazyjax.planning.program.verify import VerificationError, verify
+from lazyjax.specs import Part
 from lazyjax.training.calibration import AUTO, CALIBRATE, make_request
+from lazyjax.training.reserves import NOTHING_BESIDE, Beside
 from lazyjax.training.status import say
 
 
@@ -48,6 +57,7 @@ def choose(
     kernels: Kernels | None = None,
     console: Console | None = None,
     known: Plan | None = None,
+    beside: Beside = NOTHING_BESIDE,
 ) -> Choice:
     """`choose_plan`, with what is needed to plan again.
 
@@ -55,10 +65,13 @@ def choose(
         kernels: those of the run, so that a calibration compiles nothing twice.
         console: shows what is measured and solved; None: nothing is shown.
         known: the plan of a run that goes on; it is checked as a file's is.
+        beside: what the host has to hold beside what is planned.
     """
     if known is None and is_solved(config):
         template = template.in_chunks(config.plan.token_chunk)
-        request = make_request(config, template, kernels, console, microbatches=config.plan.microbatches)
+        request = make_request(
+            config, template, kernels, console, microbatches=config.plan.microbatches, beside=beside
+        )
         plan = _solve(config, dataclasses.replace(request, **given_fields(config)), console)
         _check_runs(plan, config, template.in_chunks(plan.token_chunk))
         return Choice(plan, request.at(plan))
@@ -74,7 +87,9 @@ def choose(
     predicts = plan.prediction is None and config.plan.hardware != AUTO
     if not (replans or predicts):
         return Choice(plan, None)
-    request = make_request(config, template, kernels, console, microbatches=plan.microbatches)
+    request = make_request(
+        config, template, kernels, console, microbatches=plan.microbatches, beside=beside
+    )
     if predicts:
         plan = plan.model_copy(update={"prediction": predict(request, plan)})
     return Choice(plan, request.at(plan) if replans else None)
@@ -98,8 +113,12 @@ def fixed_plan(config: Config, template: ModelTemplate) -> Plan:
         rule, fixed = BASELINES[config.plan.planner], {**given_fields(config), **_made_for(config)}
         names = _names(template.in_chunks(config.plan.token_chunk))
         plan = rule(template.spec, names, **batch, **fixed, token_chunk=config.plan.token_chunk)
-        if config.plan.nvme_folder is None:
+        if not config.plan.drives:
             plan = without_nvme(plan)
+        if config.plan.on_nvme is not None:
+            parts = frozenset(map(Part, config.plan.on_nvme))
+            layers = tuple(layer.with_on_nvme(parts) for layer in plan.layers)
+            plan = plan.model_copy(update={"layers": layers})
     _check_runs(plan, config, template.in_chunks(plan.token_chunk))
     return plan
 
@@ -150,7 +169,7 @@ def _check_runs(plan: Plan, config: Config, template: ModelTemplate) -> None:
         validate_plan(plan, template.spec, _names(template))
     except PlanError as error:
         raise PlanError(f"{config.plan.file}: {error}" if config.plan.file else str(error)) from error
-    if plan != without_nvme(plan) and config.plan.nvme_folder is None:
+    if uses_nvme(plan) and not config.plan.drives:
         raise PlanError(f"{config.plan.file}: the plan uses NVMe; set plan.nvme_folder to a folder there")
     rows, devices = plan.microbatch_rows, config.plan.devices
     if rows % devices:

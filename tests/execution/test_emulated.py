@@ -20,7 +20,7 @@ from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning.costs.seconds import Costs, template_costs
 from lazyjax.planning.plan.document import Boundary, LayerPlan, Plan
-from lazyjax.specs import Tier
+from lazyjax.specs import Part, Tier
 
 BLOCKS, ROWS, LENGTH = 12, 16, 1024
 
@@ -37,15 +37,22 @@ def model() -> ModelTemplate:
 
 
 def plan_of(home: str, microbatches: int = 4, state: str = "host", **settings: object) -> Plan:
-    """Boundaries and a residual of every other block on one tier, the state of every third on another."""
+    """Boundaries and a residual of every other block on one tier, the state of every third on another.
+
+    Args:
+        state: also "everything": all that every layer owns is on NVMe.
+    """
     layers = [LayerPlan()]
     for index in range(1, BLOCKS + 1):
         saved = {"gate": Tier(home)} if index % 2 else {}
-        there = state if index % 3 == 0 else "host"
+        there = "nvme" if state == "nvme" and index % 3 == 0 else "host"
         layers.append(LayerPlan(boundary=Boundary(home), saved=saved, state=there))
+    layers.append(LayerPlan())
+    if state == "everything":
+        layers = [layer.with_on_nvme(frozenset(Part)) for layer in layers]
     return Plan(
         model="emulated", planner=home, rows=ROWS, sequence_length=LENGTH, microbatches=microbatches,
-        reload_ahead=2, layers=(*layers, LayerPlan()), **settings,
+        reload_ahead=2, layers=tuple(layers), **settings,
     )  # fmt: skip
 
 
@@ -77,11 +84,14 @@ PLANS = [
     plan_of("host", update="immediate"),
     plan_of("host", state="nvme"),
     plan_of("host", state="nvme", update="immediate"),
+    plan_of("host", state="everything"),
+    plan_of("host", state="everything", update="immediate"),
 ]
 
 
 def name_of(plan: Plan) -> str:
-    return f"{plan.planner}-{plan.interlayer_home}-{plan.update}-{plan.layers[3].state}"
+    owned = len({*plan.layers[3].on_nvme, *plan.layers[4].on_nvme})
+    return f"{plan.planner}-{plan.interlayer_home}-{plan.update}-{owned}"
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=name_of)
@@ -100,8 +110,8 @@ def test_a_copy_that_the_walk_waits_for_is_seen(handler: str, monkeypatch: pytes
     """Waiting for a kernel costs nothing here: dispatching the next one takes no time."""
     dispatch = getattr(DeviceWork, handler)
 
-    def waiting(self, operation):
-        pending = dispatch(self, operation)
+    def waiting(self, operation, *after):
+        pending = dispatch(self, operation, *after)
         pending.wait()
         return pending
 

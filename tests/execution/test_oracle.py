@@ -100,6 +100,7 @@ def check_against_oracle(
                     sum(float(np.sum(np.square(jax.device_get(g)))) for gs in gradients for g in gs)
                 )
                 assert result.gradient_norm == pytest.approx(norm, rel=1e-5)
+                executor.timeline()  # waits for gradients on their way to NVMe
                 for slabs, layer, expected in zip(store.layers, model.spec.layers, gradients, strict=True):
                     for segment, gradient in zip(slabs.layout.segments, expected, strict=True):
                         part = slice(segment.offset, segment.offset + segment.elements)

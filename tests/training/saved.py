@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
+from collections.abc import Iterator
 
 import numpy as np
 
 from lazyjax.execution.host_update import HostUpdates
 from lazyjax.optim.base import HostOptimizer, HostState
 from lazyjax.optim.make import make_host_optimizer
-from lazyjax.storage.host import HostStore, allocate_host_store
+from lazyjax.storage.host import HostStore, LayerSlabs, allocate_host_store
 from lazyjax.training import checkpoints
 from lazyjax.training.checkpoints import Checkpoint, Identity, Position, identity_of
 from tests import tiny
@@ -36,12 +38,17 @@ class Saved:
 
     def save(self, folder: pathlib.Path, step: int, *, loss: float | None = None, **options) -> pathlib.Path:
         return checkpoints.save(
-            folder, self.store, self.states.__getitem__, position(step, loss), self.identity,
+            folder, self.store.spec, self.reading, position(step, loss), self.identity,
             plan={}, config={}, attention="blocks", **options,
         )  # fmt: skip
 
+    @contextlib.contextmanager
+    def reading(self, layer: int) -> Iterator[tuple[LayerSlabs, HostState]]:
+        yield self.store.slabs(layer), self.states[layer]
+
     def restore(self, checkpoint: Checkpoint) -> None:
-        for index, slabs in enumerate(self.store.layers):
+        for index in range(len(self.states)):
+            slabs = self.store.slabs(index)
             checkpoint.restore_layer(index, slabs, self.states[index])
 
     def updates(self) -> HostUpdates:

@@ -158,14 +158,15 @@ def test_a_stopped_run_goes_on_bit_for_bit(words, whole, tmp_path, kind):
 
 
 def nvme_plan(words, tmp_path) -> pathlib.Path:
-    """A plan with boundaries and optimizer state on the drive."""
+    """A plan with boundaries and all that layers own on the drive."""
     from lazyjax.models.registry import build_template
     from lazyjax.planning.plan.document import Boundary
+    from lazyjax.specs import Part
     from lazyjax.training.start_plan import choose_plan
 
     config = load_config(None, words())
     plan = choose_plan(config, build_template(setup.read_architecture(config)[0]))
-    layers = [layer.model_copy(update={"state": "nvme"}) for layer in plan.layers]
+    layers = [layer.with_on_nvme(frozenset(Part)) for layer in plan.layers]
     layers[1:-1] = [layer.model_copy(update={"boundary": Boundary.NVME}) for layer in layers[1:-1]]
     plan.model_copy(update={"layers": tuple(layers), "prediction": None}).save(tmp_path / "plan.json")
     return tmp_path / "plan.json"

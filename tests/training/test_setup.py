@@ -17,10 +17,11 @@ from lazyjax.hardware.memory import HostMemory
 from lazyjax.huggingface.checkpoint import load_into
 from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.planning.plan.document import Boundary, PlanError, load_plan
-from lazyjax.specs import Tier
+from lazyjax.specs import Part, Tier
 from lazyjax.storage.host import allocate_host_store
 from lazyjax.training import capacity, setup
 from lazyjax.training.capacity import CapacityError
+from lazyjax.training.reserves import NOTHING_BESIDE
 from lazyjax.training.setup import SetupError, read_architecture
 from lazyjax.training.start_plan import choose_plan
 from tests import reference
@@ -216,6 +217,27 @@ def test_a_plan_file_decides_and_must_fit_the_batch(small, tmp_path):
         choose_plan(small(plan__devices=4), template)
 
 
+def test_a_key_says_what_lives_on_nvme(small, tmp_path):
+    template = build_template(read_architecture(small())[0])
+    drive = {"plan__nvme_folders": f"{tmp_path / 'one'},{tmp_path / 'two'}"}
+    for words, parts in (("all", set(Part)), ("lo, gradient", {Part.LO, Part.GRADIENT}), ("none", set())):
+        plan = choose_plan(small(plan__on_nvme=words, **drive), template)
+        assert [layer.on_nvme for layer in plan.layers] == [parts] * len(plan.layers)
+    with pytest.raises(ConfigError, match="on_nvme"):
+        small(plan__on_nvme="all")
+    with pytest.raises(ConfigError, match=r"plan\.on_nvme"):
+        small(plan__on_nvme="weights", **drive)
+    with pytest.raises(ConfigError, match="nvme_folder and nvme_folders exclude each other"):
+        small(plan__nvme_folder=tmp_path / "one", **drive)
+
+
+def test_more_host_memory_than_was_promised_is_refused_with_the_difference(small, tmp_path):
+    words = {"plan__host_bytes": 3_000_000}
+    with pytest.raises(CapacityError, match=r"plan\.host_bytes: .* more than the 2\.9 MiB that it may use"):
+        setup.train(small(**words), quiet())
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(small, tmp_path):
     (tmp_path / "narrow.json").write_text(json.dumps(ARCHITECTURE | {"vocab_size": 100}))
     with pytest.raises(SetupError, match=r"ids up to 2047, narrow only 100.*data\.tokenizer"):
@@ -252,7 +274,7 @@ def test_memory_is_checked_against_the_plan(small, tmp_path):
 
     def needed(plan):
         schedule = schedules(plan, plan.sequence_length)
-        return capacity.needed_bytes(schedule, template.spec, gradient_dtype="float32", devices=1)
+        return capacity.needed_bytes(schedule, NOTHING_BESIDE, devices=1)
 
     host, nvme = needed(plan), needed(plan.model_copy(update={"layers": there}))
     whole = setup.training_state_bytes(template.spec, optimizer, gradient_dtype="float32")
@@ -261,10 +283,12 @@ def test_memory_is_checked_against_the_plan(small, tmp_path):
     moved = host["optimizer state"][Tier.HOST]
     assert nvme["optimizer state"][Tier.NVME] == moved
     # A few layers' copies pass through the host.
-    assert nvme["optimizer state"][Tier.HOST] < moved
+    copies = "activations and copies of what lives on NVMe"
+    assert host[copies][Tier.HOST] < nvme[copies][Tier.HOST] <= host[copies][Tier.HOST] + moved
+    assert nvme["optimizer state"][Tier.HOST] == 0
     huge = {"optimizer state": {Tier.HOST: 0, Tier.NVME: 2**60}}
     with pytest.raises(CapacityError, match=r"of the drive, .* has room for .*another plan\.nvme_folder"):
-        capacity.check_capacity(huge, optimizer_name="hybrid8bit", nvme_folder=tmp_path / "not yet")
+        capacity.check_capacity(huge, optimizer_name="hybrid8bit", nvme_folders=[tmp_path / "not yet"])
 
 
 def test_state_bytes_are_those_allocated(small):
