@@ -36,13 +36,7 @@ import numpy as np
 from experiments.benchmarks.gpu_check import random_batch, random_store
 from experiments.benchmarks.provenance import provenance
 from lazyjax.execution.build import executor_of
-from lazyjax.execution.calibrate import (
-    Contention,
-    calibrate,
-    contended_period,
-    kernels_of,
-    measure_contention,
-)
+from lazyjax.execution.calibrate import calibrate, kernels_of
 from lazyjax.execution.executor import Executor
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.hardware.measure import MeasureOptions, measure_profile
@@ -52,9 +46,9 @@ from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning.costs.probes import block_shapes, update_probe
-from lazyjax.planning.costs.seconds import Costs, MeasuredKey, template_costs
+from lazyjax.planning.costs.seconds import Costs, template_costs
 from lazyjax.planning.plan.document import LayerPlan, Plan
-from lazyjax.planning.program.schedule import Action, build_schedule
+from lazyjax.planning.program.schedule import build_schedule
 from lazyjax.planning.program.simulate import simulate
 from lazyjax.specs import Part
 from lazyjax.timeline import Resource, Timeline
@@ -168,14 +162,11 @@ def throughput(executor: Executor, folder: pathlib.Path, steps: int) -> tuple[li
     return ours, theirs
 
 
-def costs_here(
-    template: ModelTemplate, kernels: Kernels, plan: Plan, drive: Rates
-) -> tuple[Costs, Contention]:
+def costs_here(template: ModelTemplate, kernels: Kernels, plan: Plan, drive: Rates) -> Costs:
     """Kernels and rates as measured now, the drive's as given."""
-    probe = update_probe(OPTIMIZER)
     shapes = block_shapes(template, ROWS * LENGTH)
     options = MeasureOptions(shapes, "bfloat16", transfer_bytes=2**26, update_elements=2**24, repeats=3)
-    profile = measure_profile("here", options, {OPTIMIZER: probe}).model_copy(
+    profile = measure_profile("here", options, {OPTIMIZER: update_probe(OPTIMIZER)}).model_copy(
         update={"nvme_read_bytes_per_second": drive.read, "nvme_write_bytes_per_second": drive.write}
     )
     optimizer = make_host_optimizer(OPTIMIZER)
@@ -184,11 +175,7 @@ def costs_here(
     timed = calibrate(
         kernels, wanted, rows=ROWS, sequence_length=LENGTH, repeats=3, working_sets=False
     )
-    backward = MeasuredKey(template.spec.layers[1].kind, Action.BACKWARD, (), False, False)
-    contention = measure_contention(
-        kernels, backward, rows=ROWS, sequence_length=LENGTH, update=probe(2**22)
-    )
-    return costs.with_measured(timed.seconds), contention
+    return costs.with_measured(timed.seconds)
 
 
 def main() -> None:
@@ -219,9 +206,10 @@ def main() -> None:
         step_seconds = (time.perf_counter() - start) / options.steps
         warm = plain(files_of(folder), folder, dropped=False)
         executor.close()
-    costs, contention = costs_here(template, kernels, plan, warm)
-    simulation = simulate(build_schedule(plan, costs.sizes), costs.operation_seconds)
-    alone, contended = simulation.period_seconds, contended_period(simulation, contention)
+    costs = costs_here(template, kernels, plan, warm)
+    schedule = build_schedule(plan, costs.sizes)
+    alone = simulate(schedule, costs.operation_seconds).period_seconds
+    contended = simulate(schedule, costs.operation_seconds, costs.contention).period_seconds
     lines = [
         "# The executor and its drive",
         "",

@@ -41,7 +41,7 @@ class RandomSeconds:
     """Seconds per operation of a random machine: rates per link, a table per layer and kind."""
 
     def __init__(self, rng: np.random.Generator, residual_names: list[tuple[str, ...]]) -> None:
-        self.rate = {
+        self.rate: dict[Resource, float] = {
             resource: 10 ** rng.uniform(-0.5, 0.7)
             for resource in Resource
             if resource not in (Resource.COMPUTE, Resource.CPU)
