@@ -7,27 +7,17 @@ before it touches it. What a worker leaves behind when it is killed is taken up 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
-import os
-import pathlib
-import re
-import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
 import types
 from collections.abc import Callable
-from typing import Any
 
+from experiments.sweeping.attempt import command, environment, finished_summary, wait_for_orphan
 from experiments.sweeping.claims import RENEW_SECONDS, Claim, claim
 from experiments.sweeping.document import Sweep, Trial
 from experiments.sweeping.folder import ENDED, Outcome, State, SweepFolder
-
-#: Lets the interpreter find this package, wherever it is started.
-_ROOT = pathlib.Path(__file__).parents[2]
 
 #: Module that trains one trial (see there for its arguments).
 TRIAL_MODULE = "experiments.sweeping.trial"
@@ -111,7 +101,7 @@ class Worker:
     def _run_trial(self, trial: Trial, taken: Claim) -> None:
         self._retried.add(trial.digest)
         start = time.perf_counter()
-        self._wait_for_orphan(trial)
+        wait_for_orphan(self._folder, trial)
         summary = finished_summary(self._folder.run_folder(trial))
         if summary is not None:
             # Whoever ran it was killed between its last step and the record of it.
@@ -129,26 +119,17 @@ class Worker:
         self._folder.record(trial, dataclasses.replace(outcome, seconds=time.perf_counter() - start))
         taken.release()
 
-    def _lock(self, trial: Trial) -> pathlib.Path:
-        """Held by the trial's process as long as it lives."""
-        return self._folder.claims / f"{trial.digest}.lock"
-
-    def _wait_for_orphan(self, trial: Trial) -> None:
-        """A process whose worker was killed ends by itself; until then the run folder is its own."""
-        with self._lock(trial).open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-
     def _outcome_of_process(self, trial: Trial, taken: Claim) -> Outcome:
         """Starts the trial's process, waits for it, and reads what it left."""
         result = self._folder.logs / f"{trial.digest}.{taken.generation}.json"
         log = self._folder.logs / f"{trial.folder_name}.log"
         with log.open("ab") as output:
             self._child = subprocess.Popen(
-                self._command(trial, result),
+                command(self._folder, trial, result, self._trial_module),
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=self._environment(),
+                env=environment(self._folder),
                 start_new_session=True,
             )
             if self._stopped_by is not None:
@@ -165,66 +146,3 @@ class Worker:
             return Outcome(State.FAILED, f"its process ended with {words}; {log} has what it printed")
         result.unlink()
         return Outcome(**{**values, "state": State(values["state"])})
-
-    def _environment(self) -> dict[str, str]:
-        """Of a trial's process: it finds this package, and what other trials compiled on this host."""
-        path = os.pathsep.join([str(_ROOT), *_python_path()])
-        compiled = self._folder.compiled / re.sub(r"[^\w.-]", "-", socket.gethostname())
-        cache = {
-            "JAX_COMPILATION_CACHE_DIR": str(compiled.absolute()),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
-        return {**cache, **os.environ, "PYTHONPATH": path}
-
-    def _command(self, trial: Trial, result: pathlib.Path) -> list[str]:
-        from lazyjax.config import dump_config
-
-        assert trial.config is not None
-        run = self._folder.run_folder(trial)
-        resume: list[str] = []
-        if run.exists():
-            if can_resume(run):
-                resume = ["--resume", str(run)]
-            else:
-                self._abandon(run)
-        placed = trial.config.model_copy(
-            update={
-                "run": trial.config.run.model_copy(update={"folder": self._folder.trials, "name": run.name})
-            }
-        )
-        config = self._folder.logs / f"{trial.digest}.yaml"
-        config.write_text(dump_config(placed))
-        files = [str(path) for path in (config, result, self._lock(trial))]
-        return [sys.executable, "-m", self._trial_module, *files, *resume]
-
-    def _abandon(self, run: pathlib.Path) -> None:
-        """Moves away a run that cannot go on; nothing of it is deleted."""
-        number = 1
-        while (self._folder.abandoned / f"{run.name}.{number}").exists():
-            number += 1
-        shutil.move(run, self._folder.abandoned / f"{run.name}.{number}")
-
-
-def can_resume(run: pathlib.Path) -> bool:
-    """Whether a run folder holds a checkpoint to go on from."""
-    from lazyjax.training.resume import ResumeError, read_resume
-
-    try:
-        read_resume(run)
-    except ResumeError:
-        return False
-    return True
-
-
-def finished_summary(run: pathlib.Path) -> dict[str, Any] | None:
-    """The summary of a run that came to its end; None of every other one."""
-    try:
-        summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
-        return summary if summary["status"] == "finished" else None
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _python_path() -> list[str]:
-    return [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]

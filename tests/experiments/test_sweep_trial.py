@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from experiments.sweeping.attempt import can_resume, finished_summary
 from experiments.sweeping.folder import State
 from experiments.sweeping.trial import run
-from experiments.sweeping.worker import can_resume, finished_summary
 from lazyjax.config import dump_config
 from tests.training.test_setup import small  # noqa: F401  (a fixture)
 
