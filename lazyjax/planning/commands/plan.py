@@ -19,7 +19,13 @@ from lazyjax.models.registry import build_template
 from lazyjax.optim.make import OPTIMIZERS
 from lazyjax.planning.commands.picture import check_path, write_picture
 from lazyjax.planning.commands.plot import plot_timeline
-from lazyjax.planning.commands.report import baseline_rows, comparison_row, explain, plan_report
+from lazyjax.planning.commands.report import (
+    ComparisonRow,
+    baseline_rows,
+    comparison_row,
+    explain,
+    plan_report,
+)
 from lazyjax.planning.plan import cache
 from lazyjax.planning.plan.document import Plan, PlanError, check_made_for, load_plan, validate_plan
 from lazyjax.planning.planner.batches import (
@@ -39,6 +45,7 @@ from lazyjax.planning.planner.service import (
     solve_cached,
     verify_for,
 )
+from lazyjax.planning.program.verify import Verification
 from lazyjax.runs import check_picture
 from lazyjax.specs import Tier
 from lazyjax.timeline import write_perfetto
@@ -109,21 +116,8 @@ def plan_command(arguments: Sequence[str]) -> None:
     key = request_key(request)
     request = request.at(plan)
     verification = verify_for(request, plan)
-    if options.out is not None:
-        plan.save(options.out)
-    if options.png is not None:
-        title = f"{plan.model}, {options.hardware}, {plan.rows} x {plan.sequence_length} (simulated)"
-        static = {tier: verification.peak_bytes[tier] - verification.live_bytes[tier] for tier in Tier}
-        timeline = verification.simulation.timeline
-        plot_timeline(timeline, options.png, title=title, capacity=request.capacity, fixed=static)
     baselines = baseline_rows(request)
-    if options.plot is not None:
-        title = f"{plan.model}, {options.hardware}, {plan.rows} x {plan.sequence_length} tokens"
-        peaks = {tier.value: size for tier, size in verification.peak_bytes.items()}
-        own = comparison_row(request, "LazyJAX", plan, verification.period_seconds, peaks)
-        write_picture(request, [own, *baselines], options.plot, title=title)
-    if options.trace is not None:
-        write_perfetto([verification.simulation.timeline], options.trace)
+    _write_outputs(options, request, plan, verification, baselines)
     hardware = f"{options.hardware} ({profile.device})"
     rows_seen = options.epoch_rows
     report = plan_report(request, plan, verification, baselines, hardware=hardware, epoch_rows=rows_seen)
@@ -135,6 +129,30 @@ def plan_command(arguments: Sequence[str]) -> None:
         written = cache.path_of(cache.default_folder(), key)
     if written is not None and written.exists():
         console.print(f"plan: {written}", soft_wrap=True, highlight=False)
+
+
+def _write_outputs(
+    options: argparse.Namespace,
+    request: Request,
+    plan: Plan,
+    verification: Verification,
+    baselines: Sequence[ComparisonRow],
+) -> None:
+    """The plan, its pictures and its trace, as far as they were asked for."""
+    if options.out is not None:
+        plan.save(options.out)
+    if options.png is not None:
+        title = f"{plan.model}, {options.hardware}, {plan.rows} x {plan.sequence_length} (simulated)"
+        static = {tier: verification.peak_bytes[tier] - verification.live_bytes[tier] for tier in Tier}
+        timeline = verification.simulation.timeline
+        plot_timeline(timeline, options.png, title=title, capacity=request.capacity, fixed=static)
+    if options.plot is not None:
+        title = f"{plan.model}, {options.hardware}, {plan.rows} x {plan.sequence_length} tokens"
+        peaks = {tier.value: size for tier, size in verification.peak_bytes.items()}
+        own = comparison_row(request, "LazyJAX", plan, verification.period_seconds, peaks)
+        write_picture(request, [own, *baselines], options.plot, title=title)
+    if options.trace is not None:
+        write_perfetto([verification.simulation.timeline], options.trace)
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
