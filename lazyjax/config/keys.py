@@ -155,14 +155,15 @@ class ModelConfig(_Group):
         architecture: name of a packaged architecture such as `Qwen2.5-7B`, a config.json, or a folder
             with one; training starts from random weights.
         compute_dtype: of the layers' mathematics; float32 also streams whole float32 weights.
-        attention: `auto` takes the fastest form that the device has and gets right: cuDNN's kernel on a GPU
-            whose rows are not packed, else `blockwise`; `dense` needs memory with the square of the length.
+        attention: `auto` takes the fastest form that the device has and gets right: on a GPU whose rows are
+            not packed cuDNN's or tokamax's kernel, else `blockwise`; `dense` needs memory with the square of
+            the length.
     """
 
     folder: PathKey | None = None
     architecture: NameOrPath | None = None
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    attention: Literal["auto", "blockwise", "cudnn", "dense"] = "auto"
+    attention: Literal["auto", "blockwise", "cudnn", "tokamax", "dense"] = "auto"
 
     @pydantic.model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

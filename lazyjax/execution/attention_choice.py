@@ -7,6 +7,7 @@ or whose output or gradients are not those of the blockwise form, is left out, w
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import time
 from collections.abc import Callable, Mapping
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from lazyjax.models.architecture import Architecture
-from lazyjax.models.attention import ATTENTIONS
+from lazyjax.models.attention import ATTENTIONS, FUSED
 
 OURS = "blockwise"
 #: Largest relative error of outputs and gradients, in bfloat16, that passes for rounding.
@@ -73,20 +74,29 @@ def choose_attention(wanted: str, shape: Shape, *, packed: bool, platform: str) 
     Raises:
         AttentionError: a form was asked for that this run or device cannot have.
     """
-    if wanted == "cudnn" and platform != "gpu":
-        raise AttentionError(f"model.attention is 'cudnn', but the device is a {platform}; it needs a GPU")
-    if wanted == "cudnn" and packed:
+    if wanted in FUSED and platform != "gpu":
+        raise AttentionError(f"model.attention is '{wanted}', but the device is a {platform}; it needs a GPU")
+    if wanted in FUSED and packed:
         raise AttentionError(
-            "model.attention is 'cudnn', which sees one segment a row, and data.batching packs several; "
+            f"model.attention is '{wanted}', which sees one segment a row, and data.batching packs several; "
             "take 'blockwise' or another batching"
+        )
+    if wanted == "tokamax" and not _has_tokamax():
+        raise AttentionError(
+            "model.attention is 'tokamax', which is not installed: pip install 'lazyjax[tokamax]'"
         )
     if wanted != "auto":
         return AttentionChoice(wanted, "asked for by model.attention")
     if platform != "gpu":
         return AttentionChoice(OURS, f"a {platform} has no other")
     if packed:
-        return AttentionChoice(OURS, "rows are packed, which cuDNN's kernel does not see")
-    return fastest_right(shape, {"cudnn": ATTENTIONS["cudnn"]})
+        return AttentionChoice(OURS, "rows are packed, which the fused kernels do not see")
+    names = [name for name in FUSED if name != "tokamax" or _has_tokamax()]
+    return fastest_right(shape, {name: ATTENTIONS[name] for name in names})
+
+
+def _has_tokamax() -> bool:
+    return importlib.util.find_spec("tokamax") is not None
 
 
 def fastest_right(shape: Shape, candidates: Mapping[str, Form]) -> AttentionChoice:

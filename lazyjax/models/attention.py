@@ -20,15 +20,16 @@ and of keys, T and S also the tokens of one block of each.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from lazyjax.models.backend import traces_for_cpu
+from lazyjax.models.backend import describes, traces_for_cpu
 
 #: Longest block: 1 MiB of float32 scores per head.
 BLOCK_TOKENS = 512
@@ -122,8 +123,40 @@ def cudnn_attention(
 
     What its backward pass needs of the forward pass has no name: it is always computed again.
     """
+    return _fused(jax.nn.dot_product_attention, "cudnn", q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale)
+
+
+def tokamax_attention(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K H"],
+    segment_ids_BT: Int32[Array, "B T"],
+    scale: float,
+) -> Float[Array, "B T N H"]:
+    """As `cudnn_attention`, by tokamax's kernel for Mosaic GPU, which the extra `tokamax` installs."""
+
+    def attend(*operands: Array, **options: object) -> Array:
+        out: Array = importlib.import_module("tokamax").dot_product_attention(*operands, **options)
+        return out
+
+    return _fused(attend, "mosaic", q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale)
+
+
+def _fused(
+    attend: Callable[..., Array],
+    implementation: str,
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    segment_ids_BT: Array,
+    scale: float,
+) -> Array:
+    """A library's kernel for rows of one segment, or what describes it."""
+    if describes():
+        out_BTNH = _described_attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale)
+        return checkpoint_name(out_BTNH, "attention_out")
     lengths_B = jnp.sum(segment_ids_BT > 0, axis=1, dtype=jnp.int32)
-    out_BTNH = jax.nn.dot_product_attention(
+    out_BTNH = attend(
         q_BTNH,
         k_BTKH,
         v_BTKH,
@@ -131,19 +164,61 @@ def cudnn_attention(
         is_causal=True,
         query_seq_lengths=lengths_B,
         key_value_seq_lengths=lengths_B,
-        implementation="cudnn",
+        implementation=implementation,
     )
     return checkpoint_name(out_BTNH, "attention_out")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _described_attention(q: Array, k: Array, v: Array, segment_ids_BT: Array, scale: float) -> Array:
+    """The work of a fused kernel: the products of ours, and nothing in memory but operands and results."""
+    return fused_attention_forward(q, k, v, segment_ids_BT, scale)[0]
+
+
+def _described_forward(
+    q: Array, k: Array, v: Array, segment_ids_BT: Array, scale: float
+) -> tuple[Array, tuple[Array, ...]]:
+    out, lse = fused_attention_forward(q, k, v, segment_ids_BT, scale)
+    return out, (q, k, v, segment_ids_BT, out, lse)
+
+
+def _described_backward(
+    scale: float, saved: tuple[Array, ...], out_gradient: Array
+) -> tuple[Array, Array, Array, None]:
+    return (*fused_attention_backward(*saved, out_gradient, scale), None)
+
+
+_described_attention.defvjp(_described_forward, _described_backward)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def fused_attention_forward(
+    q: Array, k: Array, v: Array, segment_ids_BT: Array, scale: float
+) -> tuple[Array, Array]:
+    """Output and logarithms of the sums. By its name the cost model takes it for one kernel."""
+    return _forward(q, k, v, segment_ids_BT, scale, None, BLOCK_TOKENS)
+
+
+@functools.partial(jax.jit, static_argnums=7)
+def fused_attention_backward(
+    q: Array, k: Array, v: Array, segment_ids_BT: Array, out: Array, lse: Array, gradient: Array, scale: float
+) -> tuple[Array, Array, Array]:
+    """Gradients of queries, keys and values; as `fused_attention_forward`."""
+    saved = (q, k, v, segment_ids_BT, out, lse)
+    return _attention_backward(scale, None, BLOCK_TOKENS, saved, gradient)[:3]
 
 
 def _named_dense(q: Array, k: Array, v: Array, segment_ids_BT: Array, scale: float) -> Array:
     return checkpoint_name(dense_attention(q, k, v, segment_ids_BT, scale), "attention_out")
 
 
+#: Kernels of libraries, for rows of one segment on a GPU.
+FUSED = ("cudnn", "tokamax")
 #: By the names that templates and configurations use; all take (q, k, v, segment ids, scale).
 ATTENTIONS: Mapping[str, Callable[..., Array]] = {
     "blockwise": blockwise_attention,
     "cudnn": cudnn_attention,
+    "tokamax": tokamax_attention,
     "dense": _named_dense,
 }
 
@@ -165,7 +240,12 @@ class _Running(NamedTuple):
     values_BKGTH: Array
 
 
-def _named_forward(
+def _named_forward(*arguments: Any) -> tuple[Array, Array]:
+    out_BTNH, lse_BTN = _forward(*arguments)
+    return checkpoint_name(out_BTNH, "attention_out"), checkpoint_name(lse_BTN, "attention_lse")
+
+
+def _forward(
     q_BTNH: Array,
     k_BTKH: Array,
     v_BTKH: Array,
@@ -179,13 +259,12 @@ def _named_forward(
     run = _forward_written_out if _writes_out(layout) else _forward_loop
     out_BIKGTH, lse_BIKGT = run(blocks, layout, scale)
     out_BTNH = _join(out_BIKGTH, layout)
-    lse_BTN = _join(lse_BIKGT[..., None], layout)[..., 0]
-    return checkpoint_name(out_BTNH, "attention_out"), checkpoint_name(lse_BTN, "attention_lse")
+    return out_BTNH, _join(lse_BIKGT[..., None], layout)[..., 0]
 
 
 def _attention_forward(*arguments: object) -> tuple[Array, tuple[Array, ...]]:
     q, k, v, segment_ids, *_ = arguments
-    out, lse = _named_forward(*arguments)  # type: ignore[arg-type]
+    out, lse = _named_forward(*arguments)
     return out, (q, k, v, segment_ids, out, lse)  # type: ignore[return-value]
 
 

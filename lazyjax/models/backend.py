@@ -2,6 +2,10 @@
 
 XLA:CPU runs the bodies of loops on one thread, and rounds partial sums of some bfloat16 products. The cost
 model and tests trace a program as an accelerator gets it, whatever this process runs on.
+
+A fused kernel of a library cannot be traced where the library or its device is missing, nor does its trace
+say what it costs. Where a program is only described, `describes` is true, and such kernels make way for
+functions of the same operands and results.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from collections.abc import Iterator
 import jax
 
 _for_accelerator = contextvars.ContextVar("for_accelerator", default=False)
+_describes = contextvars.ContextVar("describes", default=False)
 
 
 def traces_for_cpu() -> bool:
@@ -28,3 +33,19 @@ def for_accelerator() -> Iterator[None]:
         yield
     finally:
         _for_accelerator.reset(token)
+
+
+def describes() -> bool:
+    """Whether programs traced now are only described, and never run."""
+    return _describes.get()
+
+
+@contextlib.contextmanager
+def for_description() -> Iterator[None]:
+    """Programs traced within it are described as an accelerator gets them, and never run."""
+    token = _describes.set(True)
+    try:
+        with for_accelerator():
+            yield
+    finally:
+        _describes.reset(token)

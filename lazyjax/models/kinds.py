@@ -18,6 +18,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import Array, PRNGKeyArray
 
+from lazyjax.models.backend import for_description
 from lazyjax.models.decode import Span
 from lazyjax.models.template import Context, Decoding, LayerKind
 from lazyjax.specs import TensorSpec
@@ -78,7 +79,8 @@ def layer_kind(
 def _names(apply: Apply, kind: LayerKind, input_shape: jax.ShapeDtypeStruct) -> tuple[str, ...]:
     shapes = tuple(jax.ShapeDtypeStruct(tensor.shape, jnp.float32) for tensor in kind.parameters)
     row: Any = jax.ShapeDtypeStruct(input_shape.shape[:2], jnp.int32)
-    traced = jax.make_jaxpr(apply)(shapes, input_shape, Context(row, row))
+    with for_description():
+        traced = jax.make_jaxpr(apply)(shapes, input_shape, Context(row, row))
     names = tuple(_checkpoint_names(traced.jaxpr))
     if len(set(names)) != len(names):
         raise ValueError(f"{kind.name}: a residual name stands for two tensors: {names}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 
 import jax
@@ -26,8 +27,15 @@ def test_a_cpu_has_ours() -> None:
     ("platform", "packed", "words"), [("cpu", False, "needs a GPU"), ("gpu", True, "packs")]
 )
 def test_what_cannot_serve_is_refused(platform: str, packed: bool, words: str) -> None:
-    with pytest.raises(AttentionError, match=rf"model.attention is 'cudnn'.*{words}"):
-        choose_attention("cudnn", SHAPE, packed=packed, platform=platform)
+    for wanted in ("cudnn", "tokamax"):
+        with pytest.raises(AttentionError, match=rf"model.attention is '{wanted}'.*{words}"):
+            choose_attention(wanted, SHAPE, packed=packed, platform=platform)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tokamax") is not None, reason="tokamax is installed")
+def test_an_extra_that_is_missing_is_named() -> None:
+    with pytest.raises(AttentionError, match=r"lazyjax\[tokamax\]"):
+        choose_attention("tokamax", SHAPE, packed=False, platform="gpu")
 
 
 def test_wrong_failing_and_slow_forms_are_not_taken() -> None:

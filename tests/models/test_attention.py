@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazyjax.models.attention import blockwise_attention, dense_attention, layout_of
-from lazyjax.models.backend import for_accelerator
+from lazyjax.models.architecture import Qwen2Architecture, Rope
+from lazyjax.models.attention import ATTENTIONS, blockwise_attention, dense_attention, layout_of
+from lazyjax.models.backend import for_accelerator, for_description
+from lazyjax.models.registry import build_template
+from lazyjax.planning.costs.layers import CallShape, backward_graph, forward_graph
 
 
 def _inputs(
@@ -149,3 +153,56 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square() -> None:
         sizes = [temporary_bytes(tokens) for tokens in (512, 2048, 8192)]
     assert sizes[1] < 4.5 * sizes[0]
     assert sizes[2] < 4.5 * sizes[1]
+
+
+@pytest.mark.parametrize("name", ["cudnn", "tokamax"])
+def test_what_describes_a_fused_kernel_computes_the_same(name: str) -> None:
+    arrays, segments = _inputs(0, 2, 33, (4, 2), 8, 1, 5)
+    segments = np.where(segments > 0, 1, 0).astype(np.int32)
+    with for_description():
+        found = _run(lambda *given: ATTENTIONS[name](*given, 0.3), arrays, segments)
+    expected = _run(lambda *given: dense_attention(*given, 0.3), arrays, segments)
+    for one, other in zip(found, expected, strict=True):
+        real = (segments > 0)[:, :, None, None]
+        np.testing.assert_allclose(np.where(real, one, 0), np.where(real, other, 0), atol=2e-5)
+
+
+def test_a_fused_kernel_is_described_without_its_library_and_costs_what_it_moves() -> None:
+    """The same products as ours, and in memory only operands and results; one name less to keep."""
+    config = Qwen2Architecture(
+        name="fused", vocab_size=64, hidden_size=256, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=64, rms_norm_eps=1e-6,
+        tie_word_embeddings=True, rope=Rope(theta=1e4), qkv_bias=False,
+    )  # fmt: skip
+    shape = CallShape(256, 8192, "bfloat16")
+    ours, fused = (
+        build_template(config, name).kinds["full_attention"] for name in ("blockwise", "cudnn")
+    )
+    assert set(ours.residual_names) - set(fused.residual_names) == {"attention_lse"}
+    for graph in (forward_graph, backward_graph):
+        plain, one_kernel = graph(ours, shape, 1).work(), graph(fused, shape, 1).work()
+        assert one_kernel.flops == plain.flops
+        assert one_kernel.bytes < 0.2 * plain.bytes
+    # Keeping the output alone spares no attention: its kernel gives the logarithms with it.
+    kept = backward_graph(fused, shape, 1, ("attention_out",)).work()
+    assert kept.flops == backward_graph(fused, shape, 1).work().flops
+
+
+def test_tokamax_is_called_with_lengths_of_causal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own kernel needs a GPU; its interface is that of `jax.nn.dot_product_attention`."""
+    asked = {}
+
+    class Library:
+        @staticmethod
+        def dot_product_attention(q, k, v, *, implementation, **options):
+            asked["implementation"] = implementation
+            return jax.nn.dot_product_attention(q, k, v, implementation="xla", **options)
+
+    monkeypatch.setitem(sys.modules, "tokamax", Library)
+    arrays, segments = _inputs(1, 2, 20, (4, 2), 8, 1, 5)
+    segments = np.where(segments > 0, 1, 0).astype(np.int32)
+    out = _run(lambda *given: ATTENTIONS["tokamax"](*given, 0.3), arrays, segments)[0]
+    expected = dense_attention(*map(jnp.asarray, arrays[:3]), jnp.asarray(segments), 0.3)
+    real = (segments > 0)[:, :, None, None]
+    np.testing.assert_allclose(np.where(real, out, 0), np.where(real, expected, 0), atol=1e-5)
+    assert asked == {"implementation": "mosaic"}

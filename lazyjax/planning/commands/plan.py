@@ -15,6 +15,7 @@ from lazyjax.config import DEFAULT_OPTIMIZER
 from lazyjax.config.arguments import Parser
 from lazyjax.hardware.profile import load_profile
 from lazyjax.huggingface.find import read_architecture
+from lazyjax.models.attention import FUSED
 from lazyjax.models.registry import build_template
 from lazyjax.optim.make import OPTIMIZERS
 from lazyjax.planning.commands.picture import check_path, write_picture
@@ -60,7 +61,8 @@ def plan_command(arguments: Sequence[str]) -> None:
     if options.batch is not None and options.max_batch is not None:
         raise PlanError("--batch plans that many rows, --max-batch looks for their number: give one of them")
     _check_outputs(options)
-    template = build_template(read_architecture(options.model)).in_chunks(options.token_chunk)
+    whole = build_template(read_architecture(options.model), options.attention)
+    template = whole.in_chunks(options.token_chunk)
     last = len(template.spec.layers) - 1
     if options.explain is not None and not 0 <= options.explain <= last:
         raise PlanError(f"--explain {options.explain}: the model has layers 0 to {last}")
@@ -252,6 +254,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--microbatches", type=positive, help="fix the number of microbatches")
     parser.add_argument(
         "--token-chunk", type=positive, metavar="TOKENS", help="let blocks compute so many tokens at a time"
+    )
+    parser.add_argument(
+        "--attention",
+        choices=("blockwise", *FUSED),
+        default="blockwise",
+        help="the form whose costs are planned with; a fused kernel moves far less (default: blockwise)",
     )
     parser.add_argument("--interlayer-home", choices=("device", "host"), help="fix where activations wait")
     parser.add_argument("--update", choices=("deferred", "immediate"), help="when the optimizer runs")

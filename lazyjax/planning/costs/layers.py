@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lazyjax.models.backend import for_accelerator
+from lazyjax.models.backend import for_description
 from lazyjax.models.cross_entropy import cross_entropy_and_gradients
 from lazyjax.models.residuals import backward_from, forward_saving
 from lazyjax.models.template import Context, LayerKind, ModelTemplate
@@ -120,7 +120,7 @@ def _forward(kind: LayerKind, shape: CallShape, rows: int) -> Graph:
 
     def at(count: int) -> Graph:
         inputs = kind_inputs(kind, shape.hidden_size, count, shape.sequence_length, shape.compute_dtype)
-        with for_accelerator():
+        with for_description():
             return trace(forward, *inputs, marking=_marks(shape))
 
     return at_rows(at, ("forward", kind, shape), rows)
@@ -140,7 +140,7 @@ def _backward(kind: LayerKind, shape: CallShape, rows: int) -> Graph:
             gradients, dx = backward_from(kind.apply, (), params, x, context, (), dy)
             return dx, _flat(gradients)
 
-        with for_accelerator():
+        with for_description():
             return trace(backward, *inputs, dy, marking=_marks(shape))
 
     return at_rows(at, ("backward", kind, shape), rows)

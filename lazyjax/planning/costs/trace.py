@@ -37,7 +37,7 @@ VIEWS = frozenset(
 _STANDALONE = frozenset(
     "dot_general conv_general_dilated ragged_dot triangular_solve gather dynamic_slice scatter scatter-add "
     "scatter_add scatter_mul scatter_min scatter_max sort cumsum cumprod cummax cummin cumlogsumexp top_k "
-    "scan cond dynamic_update_slice custom_call pallas_call".split()
+    "scan cond dynamic_update_slice custom_call pallas_call fused".split()
 )
 #: Kernels that may write over their first operand.
 _IN_PLACE = frozenset(
@@ -48,6 +48,8 @@ _ELEMENT_BODIES = frozenset(
     "reduce reduce_window select_and_scatter select_and_scatter_add scatter scatter-add scatter_add "
     "scatter_mul scatter_min scatter_max".split()
 )
+#: Functions that a library's kernel stands for: operands and results lie in memory, nothing else does.
+_ONE_KERNEL = ("fused_attention_forward", "fused_attention_backward")
 _ROOTS_PREFIX = ("reduce_", "argm")
 
 
@@ -303,7 +305,7 @@ def _flatten(jaxpr: Any, marking: Marking | None = None) -> Graph:
         for equation in body.eqns:
             inputs = tuple(read(atom) for atom in equation.invars if not isinstance(atom, jex_core.Literal))
             primitive = equation.primitive.name
-            if primitive in _INLINED:
+            if primitive in _INLINED and not _is_one_kernel(equation):
                 inner = _body(equation)
                 arguments = [read(atom) for atom in equation.invars]
                 # Calls with closed-over constants pass them first.
@@ -346,6 +348,8 @@ def _node(
             return Node(primitive, inputs, outputs, flops=flops)
         case "name":
             return Node(primitive, inputs, outputs, name=params["name"])
+        case "jit" | "pjit":
+            return Node("fused", inputs, outputs, flops=_flatten(_body(equation)).work().flops)
         case "scan":
             graph = _flatten(params["jaxpr"].jaxpr)
             inner = tuple((k, count * params["length"]) for k, count in graph.work().kernels.items())
@@ -387,6 +391,10 @@ def _carries(
     )
 
 
+def _is_one_kernel(equation: Any) -> bool:
+    return equation.primitive.name in ("jit", "pjit") and equation.params["name"] in _ONE_KERNEL
+
+
 def _refuse_unknown_body(equation: Any) -> None:
     """A call that is passed over would cost nothing.
 
@@ -394,6 +402,8 @@ def _refuse_unknown_body(equation: Any) -> None:
         UnknownCostError: naming the primitive.
     """
     if equation.primitive.name in ("scan", "cond", "while") or equation.primitive.name in _ELEMENT_BODIES:
+        return
+    if _is_one_kernel(equation):
         return
     if any(isinstance(value, jex_core.Jaxpr | jex_core.ClosedJaxpr) for value in equation.params.values()):
         raise UnknownCostError(f"{equation.primitive.name}: it is not known how often its body runs")

@@ -77,6 +77,8 @@ def build_request(
         "profile": dump_profile(profile),
         "costs": identity,
         "words": [optimizer, compute_dtype, gradient_dtype, str(template.token_chunk)],
+        # Tells forms of attention apart.
+        "residuals": [list(kind.residual_names) for kind in template.kinds.values()],
     }
     return Request(
         spec=spec,
