@@ -15,6 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 
+from lazyjax.hardware.runtime import set_runtime
+
+#: Commands that open a device by themselves; `train` does so with what its configuration says.
+_OPEN_DEVICES = ("evaluate", "generate", "profile")
 #: A subcommand: gets the arguments that follow its name; may give an exit code.
 Command = Callable[[Sequence[str]], int | None]
 
@@ -162,6 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     words = [argument for argument in rest if argument != "--debug"]
     quiet_libraries()
+    if name in _OPEN_DEVICES:
+        set_runtime(os.environ)
     return guarded(lambda: COMMANDS[name](words), debug="--debug" in rest)
 
 

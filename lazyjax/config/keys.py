@@ -392,6 +392,8 @@ class TrainingConfig(_Group):
         exact_match_new_tokens: the most tokens of an answer.
         log_every: steps between printed lines (metrics.jsonl has every step).
         seed: of random initial weights.
+        deterministic: whether a GPU may only use kernels that give the same bits each time (see
+            docs/precision.md); slower.
         max_hours: the run stops after the step in which this time is over, saves and exits with status
             124; counted from the first step of the process. Without it there is no limit.
     """
@@ -406,6 +408,7 @@ class TrainingConfig(_Group):
     exact_match_new_tokens: PositiveInt = 512
     log_every: PositiveInt = 1
     seed: NonNegativeInt = 42
+    deterministic: bool = False
     max_hours: Annotated[float, pydantic.Field(gt=0)] | None = None
 
     @pydantic.model_validator(mode="before")

@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import math
+import os
 import pathlib
 import shlex
 import shutil
@@ -34,6 +35,7 @@ from lazyjax.execution.executor import Executor, StepResult
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.hardware.devices import visible_devices
 from lazyjax.hardware.measure import device_label
+from lazyjax.hardware.runtime import RuntimeSettings, set_runtime
 from lazyjax.huggingface import find
 from lazyjax.huggingface.checkpoint import Checkpoint, bind, load_into
 from lazyjax.huggingface.export import export
@@ -183,6 +185,7 @@ class _Inputs:
     Attributes:
         chat_template: what rows are written with, where it is not the tokenizer's own.
         state_bytes: of parameters, gradients and optimizer state.
+        runtime: with which the devices were opened.
     """
 
     config: Config
@@ -199,6 +202,7 @@ class _Inputs:
     questions: Questions | None
     schedule: TrainingSchedule
     state_bytes: int
+    runtime: RuntimeSettings
 
     def allocate(self, plan: Plan, drive: Drive | None, *, fill: bool) -> HostStore:
         """The slabs where the plan has them, with the weights that training starts from."""
@@ -239,7 +243,10 @@ class _Inputs:
             "data": self.batches.report,
             "optimizer": f"{self.optimizer.name}: {format_bytes(self.state_bytes)} of host memory for "
             "parameters, gradients and its state",
-            "device": f"{self.mesh.size} x {device_label(device)}, {config.model.compute_dtype}",
+            "device": (
+                f"{self.mesh.size} x {device_label(device)}, {config.model.compute_dtype}",
+                *(self.runtime.sentences() if device.platform == "gpu" else ()),
+            ),
             "plan": tuple(plan_sentences(plan)),
             "run": f"{self.schedule.steps} steps, records in {folder.path}",
         }
@@ -261,6 +268,7 @@ def _read_inputs(config: Config, resume: Resume | None) -> _Inputs:
         ValueError: (SetupError, DataError, CheckpointError, ResumeError, ...)
     """
     check_installed(config)
+    runtime = set_runtime(os.environ, deterministic=config.training.deterministic)
     model, checkpoint = read_architecture(config)
     devices = visible_devices()
     attention = choose_attention(
@@ -307,7 +315,7 @@ def _read_inputs(config: Config, resume: Resume | None) -> _Inputs:
     _check_disk(config, spec, optimizer)
     return _Inputs(
         config, template, attention, checkpoint, mesh, optimizer, identity, tokenizer, tokenizer_folder,
-        chat_template, batches, questions, schedule, state_bytes,
+        chat_template, batches, questions, schedule, state_bytes, runtime,
     )  # fmt: skip
 
 
@@ -425,7 +433,7 @@ def _make_trainer(
         parameter_count=spec.parameter_count,
         folder=folder,
         display=display,
-        facts=_facts(config, spec, choice.plan, inputs.mesh.devices.flat[0], inputs.attention),
+        facts=_facts(config, spec, choice.plan, inputs),
         after_step=after_step,
         save_model=(lambda: inputs.save_model(folder, store, begun_after)) if config.run.save_model else None,
         saver=saver,
@@ -482,9 +490,8 @@ def train(config: Config, console: Console, resume: Resume | None = None) -> dic
         return summary
 
 
-def _facts(
-    config: Config, spec: ModelSpec, plan: Plan, device: jax.Device, attention: AttentionChoice
-) -> dict[str, Any]:
+def _facts(config: Config, spec: ModelSpec, plan: Plan, inputs: _Inputs) -> dict[str, Any]:
+    device, attention = inputs.mesh.devices.flat[0], inputs.attention
     return {
         "model": spec.name,
         "parameters": spec.parameter_count,
@@ -498,6 +505,7 @@ def _facts(
         "attention": attention.name,
         "attention_reason": attention.reason,
         "attention_seconds": dict(attention.seconds),
+        "runtime": dict(inputs.runtime.values),
         "jax": jax.__version__,
         "lazyjax": importlib.metadata.version("lazyjax"),
         "commit": source_commit(),
