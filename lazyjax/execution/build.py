@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from lazyjax.execution.executor import Executor, Schedules
 from lazyjax.execution.host_update import HostUpdates
 from lazyjax.execution.kernels import Kernels, data_mesh
+from lazyjax.execution.slab_paths import SlabPath
 from lazyjax.execution.transfers import Transfers
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.base import HostOptimizer
@@ -84,6 +85,7 @@ def executor_of(
     step: int = 0,
     updates: HostUpdates | None = None,
     schedules: Schedules | None = None,
+    slab_path: SlabPath | None = None,
 ) -> Executor:
     """An executor for kernels that exist already.
 
@@ -94,6 +96,7 @@ def executor_of(
         step: optimizer steps that were applied before.
         updates: optimizer state that exists already; None makes a new one.
         schedules: that were checked already; None makes them.
+        slab_path: of slabs to the device, closed by its owner after the executor; None: JAX's own copy.
 
     Raises:
         PlanError: the plan does not fit. NvmeError: the folder cannot be used.
@@ -106,7 +109,7 @@ def executor_of(
         open_drive = functools.partial(open_drives, folders, run=run)
     return Executor(
         kernels,
-        Transfers(kernels.sharded, kernels.compute_dtype),
+        Transfers(kernels.sharded, kernels.compute_dtype, path=slab_path),
         checked_schedules(kernels, optimizer) if schedules is None else schedules,
         plan,
         store,

@@ -33,7 +33,9 @@ from lazyjax.models.residuals import backward_from, forward_saving
 from lazyjax.models.template import Context, LayerKind, ModelTemplate
 from lazyjax.specs import SlabLayout, slab_layout
 
-__all__ = ["DeviceBatch", "DeviceSlab", "GradientSlab", "Kernels", "Parameters", "Token", "data_mesh"]
+__all__ = [
+    "DeviceBatch", "DeviceSlab", "GradientSlab", "Kernels", "Parameters", "Token", "data_mesh", "first_axis",
+]  # fmt: skip
 
 DATA_AXIS = "data"
 
@@ -63,6 +65,11 @@ def data_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A one-axis mesh over `devices` (default: the first device)."""
     chosen = list(devices) if devices is not None else jax.devices()[:1]
     return jax.make_mesh((len(chosen),), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=chosen)
+
+
+def first_axis(mesh: Mesh) -> NamedSharding:
+    """The first axis of an array split over the mesh."""
+    return NamedSharding(mesh, PartitionSpec(DATA_AXIS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +106,7 @@ class Kernels:
     @property
     def sharded(self) -> NamedSharding:
         """First axis split over the mesh."""
-        return NamedSharding(self.mesh, PartitionSpec(DATA_AXIS))
+        return first_axis(self.mesh)
 
     @property
     def replicated(self) -> NamedSharding:

@@ -20,14 +20,23 @@ from jaxtyping import Array
 
 from lazyjax.batch import Batch
 from lazyjax.execution.kernels import DeviceBatch, DeviceSlab
+from lazyjax.execution.slab_paths import Pageable, SlabPath
 from lazyjax.storage.host import LayerOnDrive, LayerSlabs
 
 
 class Transfers:
-    """Copies in the layouts of one sharding (first axis over the mesh)."""
+    """Copies in the layouts of one sharding (first axis over the mesh).
 
-    def __init__(self, sharded: NamedSharding, compute_dtype: str) -> None:
+    Args:
+        path: of slabs to the device; None: JAX's own copy. Who made it closes it.
+    """
+
+    def __init__(
+        self, sharded: NamedSharding, compute_dtype: str, *, path: SlabPath | None = None
+    ) -> None:
         self._device = sharded
+        self._plain = Pageable(sharded)
+        self._path = self._plain if path is None else path
         self._host = sharded.with_memory_kind("pinned_host")
         self._replicated = NamedSharding(sharded.mesh, PartitionSpec())
         self._both_halves = compute_dtype == "float32"
@@ -44,9 +53,12 @@ class Transfers:
             lasting: where not, the slabs must not change until the result is there.
         """
         halves = [slabs.hi, slabs.lo] if self._both_halves else [slabs.hi.view(ml_dtypes.bfloat16)]
-        if not lasting and self._device_is_host:
+        if lasting:
+            return tuple(self._path.send(halves))
+        # Memory that comes and goes is not worth pinning.
+        if self._device_is_host:
             halves = [half.copy() for half in halves]
-        return jax.device_put(tuple(halves), self._device, may_alias=False)
+        return tuple(self._plain.send(halves))
 
     def batch_to_device(self, batch: Batch) -> DeviceBatch:
         """Starts the copy of one microbatch."""

@@ -32,7 +32,8 @@ from lazyjax.data.sources import problems_folder
 from lazyjax.execution.attention_choice import AttentionChoice, Shape, choose_attention
 from lazyjax.execution.build import checked_schedules, executor_of
 from lazyjax.execution.executor import Executor, StepResult
-from lazyjax.execution.kernels import Kernels, data_mesh
+from lazyjax.execution.kernels import Kernels, data_mesh, first_axis
+from lazyjax.execution.slab_paths import PathChoice, choose_path
 from lazyjax.hardware.devices import visible_devices
 from lazyjax.hardware.measure import device_label
 from lazyjax.hardware.runtime import RuntimeSettings, set_runtime
@@ -186,6 +187,7 @@ class _Inputs:
         chat_template: what rows are written with, where it is not the tokenizer's own.
         state_bytes: of parameters, gradients and optimizer state.
         runtime: with which the devices were opened.
+        slab_path: of parameters to the device.
     """
 
     config: Config
@@ -203,6 +205,7 @@ class _Inputs:
     schedule: TrainingSchedule
     state_bytes: int
     runtime: RuntimeSettings
+    slab_path: PathChoice
 
     def allocate(self, plan: Plan, drive: Drive | None, *, fill: bool) -> HostStore:
         """The slabs where the plan has them, with the weights that training starts from."""
@@ -286,6 +289,7 @@ def _read_inputs(config: Config, resume: Resume | None) -> _Inputs:
     if config.plan.devices > len(devices):
         raise SetupError(f"plan.devices is {config.plan.devices}, but JAX sees {len(devices)} device(s)")
     mesh = data_mesh(devices[: config.plan.devices])
+    slab_path = choose_path(first_axis(mesh), platform=devices[0].platform)
     check_machine(config, template, devices[0])
     optimizer = make_optimizer(config)
     state_bytes = training_state_bytes(
@@ -315,7 +319,7 @@ def _read_inputs(config: Config, resume: Resume | None) -> _Inputs:
     _check_disk(config, spec, optimizer)
     return _Inputs(
         config, template, attention, checkpoint, mesh, optimizer, identity, tokenizer, tokenizer_folder,
-        chat_template, batches, questions, schedule, state_bytes, runtime,
+        chat_template, batches, questions, schedule, state_bytes, runtime, slab_path,
     )  # fmt: skip
 
 
@@ -365,6 +369,8 @@ def prepare(config: Config, console: Console, resume: Resume | None = None) -> I
             if resume is None:
                 folder.discard()
             raise
+        slab_path = inputs.slab_path.open(kernels.sharded)
+        stack.callback(slab_path.close)
         executor = executor_of(
             kernels,
             choice.plan,
@@ -375,6 +381,7 @@ def prepare(config: Config, console: Console, resume: Resume | None = None) -> I
             run=folder.path.name,
             drive=drive,
             schedules=schedules,
+            slab_path=slab_path,
         )
         stack.callback(executor.close)
         trainer = _make_trainer(inputs, choice, kernels, executor, folder, console, resume, mirror)
@@ -506,6 +513,9 @@ def _facts(config: Config, spec: ModelSpec, plan: Plan, inputs: _Inputs) -> dict
         "attention_reason": attention.reason,
         "attention_seconds": dict(attention.seconds),
         "runtime": dict(inputs.runtime.values),
+        "slab_path": inputs.slab_path.name,
+        "slab_path_reason": inputs.slab_path.reason,
+        "slab_path_bytes_per_second": dict(inputs.slab_path.bytes_per_second),
         "jax": jax.__version__,
         "lazyjax": importlib.metadata.version("lazyjax"),
         "commit": source_commit(),
