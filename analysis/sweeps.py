@@ -140,7 +140,13 @@ def read_sweep(folder: pathlib.Path, *, mixed: bool = False) -> SweepRecords:
     variants: dict[str, list[Trial]] = {}
     for entry in described["trials"]:
         variants.setdefault(entry["name"], []).append(_trial(folder, entry))
-    compared_with = {entry["name"]: entry["compared_with"] for entry in described["trials"]}
+    # The first sweeps had one baseline for all and said so once.
+    compared_with = {
+        entry["name"]: (
+            entry["compared_with"] if "compared_with" in entry else described["compare"]["baseline"]
+        )
+        for entry in described["trials"]
+    }
     records = SweepRecords(
         folder,
         described["name"],
