@@ -193,7 +193,7 @@ def main() -> None:
         f"# What saving costs: {spec.parameter_count / 1e6:.0f} M parameters"
         + (", all that layers own on NVMe" if options.nvme else ""),
         "",
-        f"Measured, {provenance(*SOURCES)}",
+        provenance(*SOURCES),
         "",
         "| | found | wanted |",
         "|---|---|---|",

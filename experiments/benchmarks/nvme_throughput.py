@@ -213,7 +213,7 @@ def main() -> None:
     lines = [
         "# The executor and its drive",
         "",
-        f"Measured, {provenance(*SOURCES)}",
+        provenance(*SOURCES),
         "",
         f"{options.blocks} blocks with slabs of {costs.sizes.layers[1].half_bytes / 2**20:.0f} MiB, all that "
         f"layers own on NVMe; files synced and dropped from the page cache before every step and every plain "
