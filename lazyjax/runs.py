@@ -32,6 +32,7 @@ class Run:
         steps, evaluations: the lines of metrics.jsonl, by kind, in order.
         summary: summary.json; None while the run goes on, or after it was killed.
         predicted_step_seconds: what the plan in use promised; None where it promised nothing.
+        scores: the lines of metrics.jsonl about answers to held-out rows.
     """
 
     folder: pathlib.Path
@@ -39,6 +40,7 @@ class Run:
     evaluations: tuple[dict[str, Any], ...]
     summary: dict[str, Any] | None
     predicted_step_seconds: float | None = None
+    scores: tuple[dict[str, Any], ...] = ()
 
     @property
     def status(self) -> str:
@@ -63,6 +65,13 @@ class Run:
         """Tokens that are not padding, over all timed steps."""
         seconds = sum(step["step_seconds"] for step in self.timed_steps)
         return sum(step["real_tokens"] for step in self.timed_steps) / seconds if seconds else None
+
+    @property
+    def other_cpus(self) -> float | None:
+        """How many CPUs other programs took on average during the timed steps; None where unknown."""
+        steps = [s for s in self.timed_steps if _entry(s, "other_cpu_seconds") is not None]
+        seconds = sum(step["step_seconds"] for step in steps)
+        return max(0.0, sum(s["other_cpu_seconds"] for s in steps) / seconds) if seconds else None
 
     @property
     def step_seconds(self) -> float | None:
@@ -110,6 +119,7 @@ def read_run(folder: pathlib.Path) -> Run:
         tuple(record for record in records if record["kind"] == "evaluation"),
         _table(summary_path) if summary_path.is_file() else None,
         seconds,
+        tuple(record for record in records if record["kind"] == "exact_match"),
     )
 
 
@@ -117,6 +127,7 @@ def read_run(folder: pathlib.Path) -> Run:
 _KEYS = {
     "train": ("step", "loss", "real_tokens", "step_seconds"),
     "evaluation": ("step", "loss"),
+    "exact_match": ("step", "exact_match", "low", "high", "rows"),
 }
 
 
@@ -178,8 +189,9 @@ _COLUMNS = (
 def run_table(runs: Sequence[Run]) -> str:
     """Two lines a run, 80 columns: its name with device and commit, never cut, and its figures.
 
-    Losses are those of held-out rows; TFLOPS are model TFLOPS (6 N tokens / s, padding counts). All
-    figures but `predicted` were measured.
+    A third one has the exact match of answers to held-out rows, where there were any. Losses are those of
+    held-out rows; TFLOPS are model TFLOPS (6 N tokens / s, padding counts). All figures but `predicted` were
+    measured.
     """
     head = "".join(heading.ljust(width) if not at else heading.rjust(width)
                    for at, (heading, width) in enumerate(_COLUMNS))  # fmt: skip
@@ -203,8 +215,18 @@ def run_table(runs: Sequence[Run]) -> str:
             figure.rjust(width) if at else figure.ljust(width)
             for at, (figure, (_, width)) in enumerate(zip(figures, _COLUMNS, strict=True))
         ]
-        lines.append("  " + "".join(cells))
+        lines.append("  " + "".join(cells).rstrip())
+        if run.scores:
+            lines.append(f"  exact match {_scores(run)}")
     return "\n".join(lines)
+
+
+def _scores(run: Run) -> str:
+    """The first and the last exact match, each with the step after which it was taken."""
+    first, last = run.scores[0], run.scores[-1]
+    when = [f"{one['exact_match']:.1%} " + (f"after step {one['step']}" if one["step"] else "before")
+            for one in ([first, last] if last is not first else [last])]  # fmt: skip
+    return f"{', '.join(when)} ({last['low']:.1%} to {last['high']:.1%}, 95 %, of {last['rows']} rows)"
 
 
 def _figure(value: float | None, form: str) -> str:

@@ -93,6 +93,24 @@ def test_rates_leave_out_the_step_that_compiles(folder):
         assert word in text, word
 
 
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ((0, 100), "exact match 1.0% before, 21.0% after step 100 (19.0% to 23.0%, 95 %, of 500 rows)"),
+        ((100,), "exact match 21.0% after step 100 (19.0% to 23.0%, 95 %, of 500 rows)"),
+        ((), None),
+    ],
+)
+def test_exact_match_is_shown_where_a_run_has_it(folder, steps, words):
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step in steps:
+            share = 0.01 + 0.002 * step
+            score = {"kind": "exact_match", "step": step, "exact_match": share, "rows": 500}
+            file.write(json.dumps(score | {"low": share - 0.02, "high": share + 0.02}) + "\n")
+    lines = run_table([read_run(folder)]).splitlines()
+    assert lines[4:] == ([] if words is None else [f"  {words}"])
+
+
 def test_small_rates_keep_their_column(folder):
     text = (folder / "metrics.jsonl").read_text().replace('"model_tflops": 0.5', '"model_tflops": 5.24e-06')
     (folder / "metrics.jsonl").write_text(text)

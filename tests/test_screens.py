@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import pathlib
 
 import pytest
 
@@ -15,10 +16,10 @@ from lazyjax.planning.plan.document import Prediction
 from lazyjax.planning.planner.request import build_request
 from lazyjax.planning.planner.service import baseline_plans, verify_for
 from lazyjax.planning.program.contention import NO_CONTENTION
-from lazyjax.runs import read_run, run_table
+from lazyjax.runs import Run, read_run, run_table
 from lazyjax.training.display import Display, format_step
 from lazyjax.training.metrics import EvaluationMetrics, StepMetrics
-from lazyjax.training.screens import plan_sentences, same_device, show_closing, show_facts
+from lazyjax.training.screens import busy_sentence, plan_sentences, same_device, show_closing, show_facts
 from tests.screens import KINDS, check
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -160,9 +161,10 @@ def test_training(kind, planned, tmp_path):
     seconds = plan.prediction.period_seconds * 1.013
     records = [{"kind": "train", **dataclasses.asdict(step), "step_seconds": seconds} for step in steps]
     for record in records:
-        record["padded_tokens"] = 7000
+        record |= {"padded_tokens": 7000, "other_cpu_seconds": 1.7 * seconds}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     summary = {"peak_device_bytes": 296_432_000, "peak_host_bytes": 1_924_000_000}
+    summary |= {"cpus": 2, "other_cpus_while_calibrated": 0.04}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
 
     def show(console):
@@ -187,6 +189,7 @@ def test_training(kind, planned, tmp_path):
     words = " ".join(text.split())
     assert "+1.3%" in words
     assert "another kind of machine" in words
+    assert "of its 2 CPUs other programs took 1.7 during these steps and 0.0 during calibration" in words
     assert "(the prediction is for rows of 1024 tokens; the steps had 85% of them" in words
 
 
@@ -205,6 +208,18 @@ def test_runs(kind, tmp_path):
 
     text = check("runs", kind, show)
     assert all(name in text.split("\n") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("stepping", "calibrating", "said"),
+    [(0.1, 0.1, None), (0.1, None, None), (None, None, None), (0.1, 1.2, "0.1 during these steps and 1.2"),
+     (1.2, None, "took 1.2 during these steps; on"), (None, 1.2, "took 1.2 during calibration; on")],
+)  # fmt: skip
+def test_a_busy_machine_is_said_whenever_it_was(stepping, calibrating, said):
+    step = dataclasses.asdict(STEP) | {"other_cpu_seconds": stepping and stepping * STEP.step_seconds}
+    summary = {"cpus": 2, "other_cpus_while_calibrated": calibrating}
+    sentence = busy_sentence(Run(pathlib.Path("run"), (step,), (), summary))
+    assert (sentence is None) if said is None else (said in sentence)
 
 
 def test_a_terminal_of_any_width_gets_one_line_a_step():

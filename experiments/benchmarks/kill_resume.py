@@ -32,7 +32,10 @@ SOURCES = ("lazyjax", "experiments/benchmarks/kill_resume.py")
 #: Where a process kills itself, and about how often a process of this run comes there in one step.
 POINTS = {"operation": 40, "update": 3, "spill": 20, "array": 3, "commit": 1, "deletion": 1}
 #: What may differ between two runs of the same arithmetic.
-TIMES = ("step_seconds", "compile_seconds", "tokens_per_second", "model_tflops", "host_bytes", "seconds")
+TIMES = (
+    "step_seconds", "compile_seconds", "other_cpu_seconds", "tokens_per_second", "model_tflops", "host_bytes",
+    "seconds",
+)  # fmt: skip
 ARCHITECTURE = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 2048, "hidden_size": 32,
     "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,

@@ -22,6 +22,7 @@ from jaxtyping import Float32
 
 from lazyjax.batch import Batch
 from lazyjax.execution.executor import NonFiniteStepsError, StepResult
+from lazyjax.hardware.load import other_cpu_seconds, read_cpus
 from lazyjax.huggingface.tensor_files import CheckpointError
 from lazyjax.planning.plan.document import Plan
 from lazyjax.timeline import Timeline
@@ -320,7 +321,7 @@ class Trainer:
             self._saver.wait()
 
     def _step(self, step: int, log: MetricsLog, clock: CompileClock) -> None:
-        start, compiled = time.perf_counter(), clock.seconds
+        start, compiled, cpus = time.perf_counter(), clock.seconds, read_cpus()
         learning_rate = float(self._schedule.learning_rates[step - 1])
         failure: NonFiniteStepsError | None = None
         try:
@@ -334,6 +335,7 @@ class Trainer:
             learning_rate=learning_rate,
             step_seconds=time.perf_counter() - start,
             compile_seconds=clock.seconds - compiled,
+            other_cpu_seconds=other_cpu_seconds(cpus, read_cpus()),
             parameter_count=self._parameter_count,
         )
         self._steps.append(metrics)

@@ -35,6 +35,7 @@ class StepMetrics:
     """One optimizer step; `step_seconds` is the loop's wall time, with data and logging.
 
     `compile_seconds` of it went into compiling, on the first step and at every new sequence length.
+    `other_cpu_seconds` is the CPU time that other processes took meanwhile (None where it is unknown).
     """
 
     step: int
@@ -52,6 +53,8 @@ class StepMetrics:
     model_tflops: float
     peak_device_bytes: int
     host_bytes: int
+    # Runs of earlier releases did not record it.
+    other_cpu_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ def step_metrics(
     learning_rate: float,
     step_seconds: float,
     compile_seconds: float,
+    other_cpu_seconds: float | None,
     parameter_count: int,
 ) -> StepMetrics:
     """Adds to an executor's result what only the loop knows."""
@@ -91,6 +95,7 @@ def step_metrics(
         model_tflops=model_tflops(parameter_count, result.padded_tokens, step_seconds),
         peak_device_bytes=result.peak_device_bytes,
         host_bytes=resident_host_bytes(),
+        other_cpu_seconds=other_cpu_seconds,
     )
 
 
@@ -213,7 +218,7 @@ class MetricsLog:
         entries = [
             Summary.Value(tag=f"{kind}/{key}", simple_value=float(value))
             for key, value in values.items()
-            if key != "step"
+            if key != "step" and value is not None
         ]
         self._event(Event(wall_time=time.time(), step=metrics.step, summary=Summary(value=entries)))
 

@@ -17,12 +17,11 @@ from lazyjax.hardware.profile import HardwareProfile
 from lazyjax.models.template import ModelTemplate
 from lazyjax.planning.costs.seconds import Costs, MeasuredKey, measured_key
 from lazyjax.planning.plan import cache
-from lazyjax.planning.plan.document import Plan, PlanError
+from lazyjax.planning.plan.document import Plan
 from lazyjax.planning.planner.question import CostModel, Request
 from lazyjax.planning.planner.search import find_plan, predict
 from lazyjax.planning.planner.service import verify_for
 from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, Action, Schedule
-from lazyjax.planning.program.verify import VerificationError
 from lazyjax.timeline import Event, Timeline
 from lazyjax.training.start_plan import Choice
 
@@ -105,9 +104,9 @@ class Replanner:
         say(f"planning again after step {step} from measured times, for about {limit:g} s at most")
         try:
             outcome = replan(self._request, costs, executor, step=step, time_limit_seconds=limit, say=say)
-        except (VerificationError, PlanError, OSError) as error:
+        except (ValueError, OSError, MemoryError) as error:
             # The running plan was verified; a run does not end for want of a better one, nor of the
-            # drive that the better one needs.
+            # drive or the memory that the better one needs.
             say(f"planning again failed ({error}); the plan stays")
             return None
         if outcome is None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lazyjax.hardware.load import is_busy
 from lazyjax.planning.commands.sentences import decisions
 from lazyjax.planning.plan.document import Plan
 from lazyjax.runs import Run
@@ -90,9 +91,12 @@ def show_closing(console: Console, plan: Plan, run: Run, *, buffer_bytes: int, h
             "  on the host",
             format_bytes(prediction.peak_bytes["host"]),
             format_bytes(run.summary["peak_host_bytes"]),
-            "measured: the process, with Python and XLA",
+            "the process, with Python",
         )
     console.print(table)
+    busy = busy_sentence(run)
+    if busy is not None:
+        say(console, busy)
     share = sum(step["padded_tokens"] for step in steps) / (len(steps) * plan.rows * plan.sequence_length)
     if share < 0.99:
         say(
@@ -102,6 +106,23 @@ def show_closing(console: Console, plan: Plan, run: Run, *, buffer_bytes: int, h
         )
     if plan.device is not None and not same_device(plan.device, here):
         say(console, f"  (predicted for {plan.device}, measured on {here}: another kind of machine)")
+
+
+def busy_sentence(run: Run) -> str | None:
+    """What other programs took of the CPUs while steps were timed and before, where it was much."""
+    summary = run.summary or {}
+    if "cpus" not in summary:
+        return None
+    cpus, calibrated = summary["cpus"], summary["other_cpus_while_calibrated"]
+    stepping = run.other_cpus
+    if not (is_busy(stepping, cpus) or is_busy(calibrated, cpus)):
+        return None
+    shares = [] if stepping is None else [f"{stepping:.1f} during these steps"]
+    shares += [] if calibrated is None else [f"{calibrated:.1f} during calibration"]
+    return (
+        f"  (the machine was busy: of its {cpus} CPUs other programs took {' and '.join(shares)}; on a quiet "
+        "one the times would be others)"
+    )
 
 
 def _own_seconds(step: Mapping[str, Any]) -> float:

@@ -48,7 +48,7 @@ from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.base import HostOptimizer
 from lazyjax.optim.clipping import ClipRule
-from lazyjax.optim.make import make_host_optimizer
+from lazyjax.optim.make import make_host_optimizer, usable_cpus
 from lazyjax.planning.plan.document import Plan, uses_nvme
 from lazyjax.runs import RunError, read_run
 from lazyjax.specs import ModelSpec, Tier, item_bytes, slab_layout
@@ -440,7 +440,7 @@ def _make_trainer(
         parameter_count=spec.parameter_count,
         folder=folder,
         display=display,
-        facts=_facts(config, spec, choice.plan, inputs),
+        facts=_facts(config, spec, choice, inputs),
         after_step=after_step,
         save_model=(lambda: inputs.save_model(folder, store, begun_after)) if config.run.save_model else None,
         saver=saver,
@@ -497,8 +497,8 @@ def train(config: Config, console: Console, resume: Resume | None = None) -> dic
         return summary
 
 
-def _facts(config: Config, spec: ModelSpec, plan: Plan, inputs: _Inputs) -> dict[str, Any]:
-    device, attention = inputs.mesh.devices.flat[0], inputs.attention
+def _facts(config: Config, spec: ModelSpec, choice: Choice, inputs: _Inputs) -> dict[str, Any]:
+    plan, device, attention = choice.plan, inputs.mesh.devices.flat[0], inputs.attention
     return {
         "model": spec.name,
         "parameters": spec.parameter_count,
@@ -509,6 +509,8 @@ def _facts(config: Config, spec: ModelSpec, plan: Plan, inputs: _Inputs) -> dict
         "device": device_label(device),
         "platform": device.platform,
         "devices": config.plan.devices,
+        "cpus": usable_cpus(),
+        "other_cpus_while_calibrated": choice.other_cpus,
         "attention": attention.name,
         "attention_reason": attention.reason,
         "attention_seconds": dict(attention.seconds),

@@ -10,8 +10,10 @@ from rich.console import Console
 
 from lazyjax.config import Config
 from lazyjax.execution.kernels import Kernels
+from lazyjax.hardware.load import is_busy, other_cpus, read_cpus
 from lazyjax.hardware.profile import load_profile
 from lazyjax.models.template import ModelTemplate
+from lazyjax.optim.make import usable_cpus
 from lazyjax.planning.costs.sizes import model_sizes
 from lazyjax.planning.plan import cache
 from lazyjax.planning.plan.baselines import BASELINES, without_nvme
@@ -45,10 +47,17 @@ def choose_plan(config: Config, template: ModelTemplate) -> Plan:
 
 
 class Choice(NamedTuple):
-    """The plan to start with, and the question it answers; None where none was asked."""
+    """The plan to start with.
+
+    Attributes:
+        request: the question it answers; None where none was asked.
+        other_cpus: how many CPUs other processes took while the machine was measured; None where it was
+            not, or where that is unknown.
+    """
 
     plan: Plan
     request: Request | None
+    other_cpus: float | None = None
 
 
 def choose(
@@ -69,12 +78,10 @@ def choose(
     """
     if known is None and is_solved(config):
         template = template.in_chunks(config.plan.token_chunk)
-        request = make_request(
-            config, template, kernels, console, microbatches=config.plan.microbatches, beside=beside
-        )
+        request, others = _ask(config, template, kernels, console, config.plan.microbatches, beside)
         plan = _solve(config, dataclasses.replace(request, **given_fields(config)), console)
         _check_runs(plan, config, template.in_chunks(plan.token_chunk))
-        return Choice(plan, request.at(plan))
+        return Choice(plan, request.at(plan), others)
     if known is None:
         plan = fixed_plan(config, template)
     else:
@@ -87,12 +94,33 @@ def choose(
     predicts = plan.prediction is None and config.plan.hardware != AUTO
     if not (replans or predicts):
         return Choice(plan, None)
-    request = make_request(
-        config, template, kernels, console, microbatches=plan.microbatches, beside=beside
-    )
+    request, others = _ask(config, template, kernels, console, plan.microbatches, beside)
     if predicts:
         plan = plan.model_copy(update={"prediction": predict(request, plan)})
-    return Choice(plan, request.at(plan) if replans else None)
+    return Choice(plan, request.at(plan) if replans else None, others)
+
+
+def _ask(
+    config: Config,
+    template: ModelTemplate,
+    kernels: Kernels | None,
+    console: Console | None,
+    microbatches: int | None,
+    beside: Beside,
+) -> tuple[Request, float | None]:
+    """The planner's question, and the CPUs that others took while it was measured for it."""
+    before = read_cpus()
+    request = make_request(config, template, kernels, console, microbatches=microbatches, beside=beside)
+    if config.plan.hardware not in (AUTO, CALIBRATE):
+        return request, None
+    others, cpus = other_cpus(before, read_cpus()), usable_cpus()
+    if is_busy(others, cpus):
+        say(
+            console,
+            f"warning: other programs took {others:.1f} of {cpus} CPUs meanwhile: what was measured is too "
+            "slow for a quiet machine",
+        )
+    return request, others
 
 
 def is_solved(config: Config) -> bool:

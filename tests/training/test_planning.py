@@ -8,12 +8,15 @@ import io
 import itertools
 import json
 import math
+import pathlib
 import statistics
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -22,19 +25,22 @@ from lazyjax.execution.build import executor_of
 from lazyjax.execution.calibrate import Calibration
 from lazyjax.execution.executor import Executor
 from lazyjax.execution.kernels import Kernels, data_mesh
+from lazyjax.hardware.load import CpuReading
 from lazyjax.hardware.profile import load_profile
 from lazyjax.models.registry import build_template
 from lazyjax.optim.adamw import Fp32AdamW
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.planning.costs.seconds import Costs, MeasuredKey, measured_key
 from lazyjax.planning.plan.baselines import recompute_all
-from lazyjax.planning.plan.document import load_plan
+from lazyjax.planning.plan.document import Plan, Prediction, load_plan
 from lazyjax.planning.planner import search, service, solver
 from lazyjax.planning.planner.request import build_request
 from lazyjax.planning.planner.search import SearchResult
 from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, Action, Operation
 from lazyjax.planning.program.simulate import simulate
 from lazyjax.planning.program.verify import VerificationError
+from lazyjax.storage.host import HostMemoryError
+from lazyjax.storage.nvme import NvmeError, NvmeStore
 from lazyjax.timeline import Resource
 from lazyjax.training import calibration, replanning, setup, start_plan, timed_costs
 from lazyjax.training.replanning import Replanner, TimedStep, measured_costs, replan
@@ -73,11 +79,13 @@ def costs_with(recomputing_seconds: float, reading_seconds: float) -> Costs:
 
 
 @contextlib.contextmanager
-def running() -> Iterator[Executor]:
+def running(nvme_folder: pathlib.Path | None = None) -> Iterator[Executor]:
     parameters = reference.random_parameters(TEMPLATE, seed=0)
     store = tiny.filled_store(TEMPLATE, parameters)
     kernels = Kernels(TEMPLATE, data_mesh(jax.devices()[:1]), "float32", "float32")
-    executor = executor_of(kernels, START, store, Fp32AdamW(eps=1e-6), clip=ClipRule())
+    executor = executor_of(
+        kernels, START, store, Fp32AdamW(eps=1e-6), clip=ClipRule(), nvme_folder=nvme_folder
+    )
     yield executor
     executor.close()
 
@@ -172,6 +180,49 @@ def test_a_run_goes_on_where_planning_again_fails_or_finds_nothing(fails, monkey
     assert "planning again after step 1" in said[0]
     assert ("operation 1 waits" in said[1]) == fails
     assert said[1].endswith("the plan stays")
+
+
+def on_the_drive() -> Plan:
+    """START with all optimizer state on NVMe, predicted to take next to no time."""
+    layers = tuple(layer.model_copy(update={"state": "nvme"}) for layer in START.layers)
+    return START.model_copy(update={"layers": layers, "prediction": Prediction(period_seconds=1e-9)})
+
+
+@pytest.mark.parametrize(
+    "error",
+    [NvmeError("write of 'state-2-m' failed"), HostMemoryError("no host memory for a copy"), None],
+    ids=["drive", "memory", "refused"],
+)
+def test_a_plan_that_cannot_be_taken_leaves_the_running_one(error, tmp_path, monkeypatch) -> None:
+    """The drive fails in the middle of moving state, memory ends, or `set_plan` refuses the plan."""
+    batches = [reference.random_batch(step, ROWS, TOKENS, tiny.VOCABULARY) for step in (1, 2, 3)]
+    with running() as untouched:
+        expected = [untouched.train_step(batch, RATE).loss for batch in batches]
+    found = SearchResult(on_the_drive(), (), 0.0, 0.0, {}, 0.0)
+    monkeypatch.setattr(replanning, "find_plan", lambda request, **keywords: found)
+    monkeypatch.setattr(replanning, "verify_for", lambda request, plan: None)
+    if error is not None:
+        write = NvmeStore.write
+
+        def failing(self: NvmeStore, key: str, source: np.ndarray) -> object:
+            if key.startswith("state-2"):
+                raise error
+            return write(self, key, source)
+
+        monkeypatch.setattr(NvmeStore, "write", failing)
+    replanner, said = Replanner(REQUEST, profile_costs(), after_steps=2), list[str]()
+    with running(None if error is None else tmp_path) as executor:
+        losses = []
+        for step, batch in enumerate(batches, start=1):
+            result = executor.train_step(batch, RATE)
+            losses.append(result.loss)
+            assert replanner.after_step(step, executor, result.padded_tokens, said.append) is None
+            assert executor.plan == START
+    assert losses == expected
+    words = "give a folder for it" if error is None else str(error)
+    assert said[-1].startswith("planning again failed (")
+    assert words in said[-1]
+    assert said[-1].endswith("); the plan stays")
 
 
 def test_a_run_plans_again_and_goes_on_though_the_solver_crashes(monkeypatch) -> None:
@@ -272,13 +323,21 @@ def test_a_plan_that_fails_verification_never_runs(small, tmp_path, monkeypatch,
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_calibrates_plans_again_and_records_it(small, tmp_path) -> None:
+def test_a_run_calibrates_plans_again_and_records_it(small, tmp_path, monkeypatch) -> None:
+    # Another program takes a CPU and a half whenever someone looks.
+    def reading() -> CpuReading:
+        now = time.perf_counter()
+        return CpuReading(now, 1.5 * now)
+
+    monkeypatch.setattr(start_plan, "read_cpus", reading)
+    monkeypatch.setattr(start_plan, "usable_cpus", lambda: 2)
     words = ["--plan.planner", "milp", "--plan.hardware", "calibrate", "--plan.replan-after-steps", "2"]
     # One microbatch size: few kernels to compile.
     words += ["--data.rows", "1", "--data.sequence-length", "32", "--training.steps", "3"]
     console = Console(file=io.StringIO(), width=200)
     summary = setup.train(small(*words), console)
     assert (summary["status"], summary["planner"]) == ("finished", "milp")
+    assert summary["other_cpus_while_calibrated"] == pytest.approx(1.5, rel=1e-3)
     text = console.file.getvalue()
     lines = ("measuring the rates", "timing kernels of microbatches of 1 rows", "planning:", "predicted:")
     assert [line for line in lines if line not in text] == []
@@ -290,6 +349,8 @@ def test_a_run_calibrates_plans_again_and_records_it(small, tmp_path) -> None:
     assert load_plan(folder / "plan.json").fingerprint() == summary["plan"]
     assert "planning again after step 2" in text
     assert "planned again after step 2" in text
+    assert "warning: other programs took 1.5 of 2 CPUs meanwhile" in text
+    assert "1.5 during calibration" in text
 
 
 def test_after_a_swap_the_records_speak_of_the_new_plan(small, tmp_path, monkeypatch) -> None:
