@@ -172,10 +172,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """The subcommands, one line each."""
-    lines = [f"    {name:<14}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
-    options = "    --debug   show where an error came from"
-    return "\n".join(["usage: lazyjax COMMAND [ARGUMENTS]; lazyjax COMMAND --help", *lines, options])
+    """The subcommands, in 80 columns."""
+    import textwrap
+
+    lines = ["usage: lazyjax COMMAND [ARGUMENTS]; lazyjax COMMAND --help"]
+    for name, command in COMMANDS.items():
+        words = (command.__doc__ or "").splitlines()[0]
+        lines += textwrap.wrap(
+            words, 80, initial_indent=f"    {name:<14}", subsequent_indent=" " * 18, break_on_hyphens=False
+        )
+    return "\n".join([*lines, "    --debug       show where an error came from"])
 
 
 def quiet_libraries() -> None:

@@ -20,7 +20,9 @@ def refuse(error):
 def test_no_command_shows_usage(capsys):
     assert cli.main([]) == 2
     assert cli.main(["--help"]) == 0
-    assert capsys.readouterr().out.count("lazyjax train [CONFIG.yaml]") == 2
+    text = capsys.readouterr().out
+    assert text.count("lazyjax train [CONFIG.yaml]") == 2
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_version(capsys):
@@ -86,14 +88,19 @@ def test_a_bug_keeps_its_traceback():
         cli.guarded(refuse(KeyError("oops")))
 
 
-def test_every_command_has_help(capsys):
+def test_every_command_has_help(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     for name in cli.COMMANDS:
         try:
             code = cli.main([name, "--help"])
         except SystemExit as exit_:
             code = exit_.code
         assert code == 0
-        assert f"lazyjax {name}" in capsys.readouterr().out
+        text = capsys.readouterr().out
+        assert f"lazyjax {name}" in text
+        assert max(map(len, text.splitlines())) <= 80, name
+        if name == "train":
+            assert "--resume RUN" in text
 
 
 def test_help_does_not_import_jax():

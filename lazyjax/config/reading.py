@@ -24,10 +24,13 @@ import yaml
 from lazyjax.config.keys import Config, ConfigError, _Group
 from lazyjax.config.names import Names
 
-_HELP = """Fine-tunes a model. Every key of the configuration can be set here.
+#: tyro puts the lines of a paragraph together, unless they begin like an option, and wraps none of them.
+_HELP = """Fine-tunes a model. CONFIG.yaml sets keys; options win over it.
 
---model NAME [--random-weights] sets model.folder: a Hugging Face folder with weights. With
---random-weights it sets model.architecture: also the name of a packaged architecture, or a config.json."""
+--model FOLDER: a Hugging Face folder with weights (sets model.folder).
+--model NAME --random-weights: a packaged name or a config.json; no weights.
+--resume RUN: goes on from that run's last checkpoint (docs/checkpoints.md).
+--debug: shows where an error came from."""
 #: Where a key's value was written, for error messages: keys that the command line set.
 _OnCommandLine = frozenset[tuple[str, str]]
 _COMMAND_LINE = "command line"
@@ -220,7 +223,8 @@ def _metavar(annotation: Any) -> str:
         return "|".join(_metavar(member) for member in get_args(annotation))
     if annotation is types.NoneType:
         return "null"
-    return str(annotation.__name__).upper()
+    words = {str: "TEXT", float: "NUMBER", tuple: "LIST"}
+    return words[annotation] if annotation in words else str(annotation.__name__).upper()
 
 
 def _override_type() -> type:
