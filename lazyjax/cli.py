@@ -147,6 +147,13 @@ COMMANDS: Mapping[str, Command] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns the exit code."""
+    from lazyjax.training.streams import silenced_when_closed
+
+    with silenced_when_closed():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
         print(usage())
@@ -193,9 +200,11 @@ def quiet_libraries() -> None:
 def guarded(command: Callable[[], int | None], *, debug: bool = False) -> int:
     """Runs `command`; its errors become a message on stderr and an exit code."""
     from lazyjax.training.interrupt import StoppedAtOnce
+    from lazyjax.training.streams import silenced_when_closed
 
     try:
-        code = command()
+        with silenced_when_closed():
+            code = command()
     except StoppedAtOnce as stopped:
         _complain(f"stopped at once ({stopped})")
         return stopped.exit_status

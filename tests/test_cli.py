@@ -1,5 +1,6 @@
 """The command line: what it accepts, and how it refuses."""
 
+import os
 import re
 import subprocess
 import sys
@@ -101,6 +102,21 @@ def test_every_command_has_help(capsys, monkeypatch):
         assert max(map(len, text.splitlines())) <= 80, name
         if name == "train":
             assert "--resume RUN" in text
+
+
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["--help"], ["runs", "."]])
+def test_a_reader_that_leaves_is_no_error(arguments, tmp_path):
+    """As in `lazyjax ... | head -1`, with the pipe closed before the first line."""
+    (tmp_path / "metrics.jsonl").write_text("")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "lazyjax.cli", *arguments],
+        stdout=writer, stderr=subprocess.PIPE, check=False, cwd=tmp_path, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.stderr, done.returncode) == ("", 0)
 
 
 def test_help_does_not_import_jax():

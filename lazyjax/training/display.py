@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import datetime
-import io
-import os
 from collections.abc import Sequence
-from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -22,68 +18,6 @@ from lazyjax.training.status import say
 _RECENT_STEPS = 10
 _MIB = 2**20
 _GIB = 2**30
-
-
-class SilencedWhenClosed(io.TextIOBase):
-    """A text stream that goes silent when the reader's end closes (a pipe's, or a dropped terminal's).
-
-    Whoever wrote to it goes on. The descriptor is pointed at the null device, so that libraries and the
-    interpreter's last flush are silent too.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._closed = False
-
-    def write(self, text: str) -> int:
-        """Writes, or does nothing any more."""
-        if not self._closed:
-            try:
-                self._stream.write(text)
-            except (OSError, ValueError):
-                self._silence()
-        return len(text)
-
-    def flush(self) -> None:
-        """Flushes, or does nothing any more."""
-        if not self._closed:
-            try:
-                self._stream.flush()
-            except (OSError, ValueError):
-                self._silence()
-
-    def isatty(self) -> bool:
-        """Whether a terminal reads."""
-        return not self._closed and self._stream.isatty()
-
-    def fileno(self) -> int:
-        """The stream's descriptor. OSError: it has none."""
-        return self._stream.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """The stream's."""
-        return self._stream.encoding
-
-    def _silence(self) -> None:
-        self._closed = True
-        with contextlib.suppress(OSError, ValueError):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())
-            os.close(null)
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.flush()
-
-
-def silence_when_closed(console: Console) -> None:
-    """A console whose pipe or terminal goes away ends nothing; one in memory is left as it is."""
-    try:
-        console.file.fileno()
-    except (OSError, ValueError):
-        return
-    if not isinstance(console.file, SilencedWhenClosed):
-        stream: Any = SilencedWhenClosed(cast(TextIO, console.file))
-        console.file = stream
 
 
 class Display:

@@ -59,7 +59,7 @@ from lazyjax.training.answering import ExactMatchEvaluation, Questions, read_que
 from lazyjax.training.capacity import check_capacity, needed_bytes
 from lazyjax.training.checkpoints import Identity, identity_of
 from lazyjax.training.checks import check_machine
-from lazyjax.training.display import Display, format_bytes, silence_when_closed
+from lazyjax.training.display import Display, format_bytes
 from lazyjax.training.learning_rate import learning_rates
 from lazyjax.training.loop import Trainer, TrainingSchedule, no_answers, plan_facts
 from lazyjax.training.replanning import Replan, make_replanner
@@ -70,6 +70,7 @@ from lazyjax.training.saving import Saver
 from lazyjax.training.screens import plan_sentences, same_device, show_closing, show_facts
 from lazyjax.training.start_plan import Choice, choose
 from lazyjax.training.status import say
+from lazyjax.training.streams import silence_when_closed
 from lazyjax.training.wandb_log import Mirror, WandbError, WandbLog, check_installed, no_mirror
 
 

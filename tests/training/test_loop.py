@@ -279,11 +279,11 @@ def test_a_closed_pipe_silences_and_training_goes_on(tmp_path):
         import pathlib, sys
         from rich.console import Console
         from lazyjax.cli import guarded
-        from lazyjax.training import display, interrupt
+        from lazyjax.training import interrupt, streams
         from tests.training.test_loop import KnownExecutor, make_trainer
 
         console = Console()
-        display.silence_when_closed(console)
+        streams.silence_when_closed(console)
         print("ready", file=console.file, flush=True)
         sys.stdin.readline()
         trainer, _ = make_trainer(pathlib.Path(sys.argv[1]), KnownExecutor(), output=console.file)
