@@ -52,7 +52,9 @@ def _split_folder(arguments: Sequence[str], option: str) -> tuple[pathlib.Path |
         name, equals, value = word.partition("=")
         if name == option:
             if not equals and index + 1 == len(rest):
-                raise ValueError(f"{option}: name the folder of a run")
+                from lazyjax.config import ConfigError
+
+                raise ConfigError(f"{option} needs a value, the folder of a run")
             run = pathlib.Path(value if equals else rest.pop(index + 1))
             del rest[index]
             break
@@ -222,7 +224,21 @@ def guarded(command: Callable[[], int | None], *, debug: bool = False) -> int:
 def _complain(text: str) -> None:
     """To stderr, if there still is one: a dropped terminal must not change the exit code."""
     with contextlib.suppress(OSError):
+        if sys.stderr.isatty():
+            text = wrapped(text, os.get_terminal_size(sys.stderr.fileno()).columns)
         print(text, file=sys.stderr, flush=True)
+
+
+def wrapped(text: str, columns: int) -> str:
+    """Lines that a terminal would cut within words, cut between them; paths and names stay whole."""
+    import textwrap
+
+    lines = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())] + "  "
+        whole = {"break_long_words": False, "break_on_hyphens": False}
+        lines += textwrap.wrap(line, max(columns, 20), subsequent_indent=indent, **whole) or [""]
+    return "\n".join(lines)
 
 
 def _message(error: Exception) -> str:

@@ -84,6 +84,25 @@ def test_codes_and_messages_of_errors(capsys):
     assert cli.guarded(refuse(KeyboardInterrupt())) == 130
 
 
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_a_message_is_cut_between_words_on_a_terminal(columns):
+    """In a pipe it stays one line."""
+    path = "/a/folder/with-a-long-name-" + 40 * "x" + "/that-has-hyphens-and/no-spaces.jsonl"
+    message = f"error: {path}: row 7: " + "the message goes on " * 12
+    lines = cli.wrapped(f"{message}\n  {message}", columns).split("\n")
+    assert all(len(line) <= columns or line.strip() == f"{path}:" for line in lines)
+    assert " ".join(" ".join(lines).split()) == " ".join(f"{message} {message}".split())
+    assert any(path in line for line in lines)
+
+
+def test_a_terminal_gets_wrapped_errors(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(cli.os, "get_terminal_size", lambda descriptor: os.terminal_size((40, 20)))
+    monkeypatch.setattr(sys.stderr, "fileno", lambda: 2)
+    assert cli.guarded(refuse(ConfigError("a key " * 20))) == 2
+    assert max(map(len, capsys.readouterr().err.splitlines())) <= 40
+
+
 def test_a_bug_keeps_its_traceback():
     with pytest.raises(KeyError):
         cli.guarded(refuse(KeyError("oops")))

@@ -78,12 +78,14 @@ def test_frozen(write):
     [
         ("", ["expected the groups model, data"]),
         ("- a\n", ["expected the groups model, data"]),
-        ("model: [\n", ["not YAML"]),
+        ("model: [\n", ["not YAML: line 2: "]),
         ("data: {rows: 1}\n", ["model", "folder", "architecture"]),
         ("model: {}\n", ["model:", "exactly one of folder"]),
         ("model: {folder: a, architecture: b}\n", ["model:", "exactly one of folder"]),
         ("model: 3\n", ["model:", "folder", "it is '3'"]),
         (MINIMAL + MINIMAL, ["key 'model' stands twice"]),
+        (MINIMAL + "lr: 1e-5\n", ["lr: unknown key; did you mean optimizer.learning_rate?"]),
+        (MINIMAL + "data: {max_length: 4}\n", ["did you mean data.sequence_length?"]),
         (MINIMAL + "optimiser: {}\n", ["optimiser: unknown key; did you mean optimizer?"]),
         (MINIMAL + "data: {row: 4}\n", ["data.row: unknown key; did you mean data.rows?"]),
         (MINIMAL + "learning_rate: 1\n", ["did you mean optimizer.learning_rate?"]),
@@ -236,3 +238,19 @@ def test_help_lists_every_key(capsys):
     for group, field in Config.model_fields.items():
         for key in field.annotation.model_fields:
             assert f"--{group}.{key}".replace("_", "-") in text
+
+
+@pytest.mark.parametrize("text", ['{"query": "a"}\n{"query": "b"}\n', '[{"query": "a"}]\n', "some text\n"])
+def test_rows_given_as_the_configuration_are_told_where_they_go(tmp_path, text):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"rows to train on are --data {path}$"):
+        load_config(path)
+
+
+def test_what_other_tools_call_a_key_names_a_key_that_exists():
+    from lazyjax.config.reading import _ELSEWHERE, _group
+
+    for name, key in _ELSEWHERE.items():
+        group, _, word = key.partition(".")
+        assert word in _group(group), name

@@ -141,10 +141,24 @@ def _read_yaml(path: pathlib.Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file") from error
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path}: not YAML: {_of_yaml(error)}{_rows_instead(path)}") from error
     if not isinstance(document, dict):
-        raise ConfigError(f"{path}: expected the groups {', '.join(Config.model_fields)} at the top")
+        groups = ", ".join(Config.model_fields)
+        raise ConfigError(f"{path}: expected the groups {groups} at the top{_rows_instead(path)}")
     return {str(group): keys for group, keys in document.items()}
+
+
+def _of_yaml(error: Exception) -> str:
+    """What is wrong and in which line, without the excerpt."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return " ".join(str(error).split())
+
+
+def _rows_instead(path: pathlib.Path) -> str:
+    """A hint where a file of rows was given as the configuration."""
+    rows = path.suffix.lower() in (".json", ".jsonl", ".txt", ".csv", ".parquet", ".arrow", ".gz")
+    return f"; a configuration is a .yaml file, rows to train on are --data {path}" if rows else ""
 
 
 def _describe(details: Any) -> str:
@@ -198,12 +212,41 @@ def _unknown_key(key: str) -> str:
     there = difflib.get_close_matches(name, everywhere, n=1)
     prefix = f"{group}." if group else ""
     hint = ""
-    if here:
+    if name in _ELSEWHERE:
+        hint = f"; did you mean {_ELSEWHERE[name]}?"
+    elif here:
         hint = f"; did you mean {prefix}{here[0]}?"
     elif there:
         hint = f"; did you mean {everywhere[there[0]]}?"
     return f"{key}: unknown key{hint} (known: {', '.join(prefix + known_key for known_key in known)})"
 
+
+#: What other tools call a key, and `lazyjax plan` where it takes a word of its own.
+_ELSEWHERE = {
+    "batch": "data.rows",
+    "batch_size": "data.rows",
+    "per_device_train_batch_size": "data.rows",
+    "gradient_accumulation_steps": "plan.microbatches",
+    "seq": "data.sequence_length",
+    "seq_len": "data.sequence_length",
+    "max_length": "data.sequence_length",
+    "max_seq_length": "data.sequence_length",
+    "dataset": "data.source",
+    "train_file": "data.source",
+    "lr": "optimizer.learning_rate",
+    "wd": "optimizer.weight_decay",
+    "max_grad_norm": "optimizer.clip_norm",
+    "num_train_epochs": "training.epochs",
+    "max_steps": "training.steps",
+    "eval_steps": "training.evaluate_every",
+    "logging_steps": "training.log_every",
+    "save_steps": "checkpoints.every_steps",
+    "output_dir": "run.folder",
+    "out": "run.folder",
+    "dtype": "model.compute_dtype",
+    "gpus": "plan.devices",
+    "optimizer": "optimizer.name",
+}
 
 _UNSET = "(unset)"
 #: Options that are one key of a group (`--model` may be either of two, see `_take_model`).

@@ -79,13 +79,19 @@ def _parsed(config: Mapping[str, Any], path: Path, name: str) -> Architecture:
 def _how_to_get(folder: Path) -> str:
     name = _ADDRESS.sub("", str(folder))
     if folder.is_file():
+        if (folder.parent / CONFIG_FILE).is_file() and folder.name != CONFIG_FILE:
+            return f"{name}: a file; a model is its folder: --model {folder.parent}"
         return (
             f"{name}: a file; weights come as a folder. To train this architecture from random weights, "
             "add --random-weights"
         )
     packaged = _packaged(name)
-    if packaged is not None or _HUB_NAME.fullmatch(name):
-        at_hub = name if "/" in name else f"{_publisher(name)}/{name}"
+    # A folder beside others that are here is misspelt, not a name of the hub.
+    hub_name = _HUB_NAME.fullmatch(name) and not folder.parent.is_dir()
+    if packaged is not None or hub_name:
+        at_hub = name
+        if packaged is not None and "/" not in name:
+            at_hub = f"{_publisher(packaged)}/{packaged}{name[len(packaged) :]}"
         target = at_hub.rpartition("/")[2]
         random = " To train it from random weights, add --random-weights." if packaged else ""
         return (
@@ -98,8 +104,9 @@ def _how_to_get(folder: Path) -> str:
 def _packaged(name: str) -> str | None:
     """The packaged architecture that a name means, whoever published it and however it was trained."""
     words = name.rpartition("/")[2] if _HUB_NAME.fullmatch(name) else name
-    candidates = (words, _TRAINING.sub("", words))
-    return next((candidate for candidate in candidates if candidate in architecture_names()), None)
+    known = {packaged.lower(): packaged for packaged in architecture_names()}
+    candidates = (words.lower(), _TRAINING.sub("", words).lower())
+    return next((known[candidate] for candidate in candidates if candidate in known), None)
 
 
 def _publisher(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from lazyjax.config import load_config
+from lazyjax.config.arguments import Parser
 from lazyjax.data import chat
 from lazyjax.data.batches import load_data_tokenizer
 from lazyjax.data.sources import problems_folder
@@ -40,7 +40,7 @@ def export_command(arguments: Sequence[str]) -> None:
     Raises CheckpointError, or another ValueError, before anything is written; a failure while writing
     leaves nothing behind.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="lazyjax export",
         description="Writes a model as a Hugging Face folder, or as one GGUF file for llama.cpp.",
     )

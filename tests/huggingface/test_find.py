@@ -12,7 +12,9 @@ from lazyjax.models.architecture import ArchitectureError
 from lazyjax.models.registry import architecture
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct"])
+@pytest.mark.parametrize(
+    "name", ["Qwen2.5-0.5B", "qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct"]
+)
 def test_packaged_names_and_the_hubs_names_for_them(name):
     assert read_architecture(name) == architecture("Qwen2.5-0.5B")
 
@@ -32,7 +34,7 @@ def test_a_folder_and_a_config_will_do(tmp_path):
     ("name", "words"),
     [
         ("Qwen2.5-8B", ["near: ", "Qwen2.5-7B", "config.json will do"]),
-        ("qwen2.5-7b", ["near: Qwen2.5-7B"]),
+        ("qwen2.5-8b", ["near: ", "Qwen2.5-7B"]),
         ("gpt2", ["neither a folder nor", "config.json will do"]),
         ("mistralai/Mistral-7B-v0.1", ["neither a folder nor", "config.json will do"]),
     ],
@@ -52,6 +54,7 @@ def test_unknown_names_list_what_is_near(name, words):
             "Qwen/Qwen3-8B-Base",
             ["hf download Qwen/Qwen3-8B-Base --local-dir Qwen3-8B-Base", "--random-weights"],
         ),
+        ("qwen2.5-7b", ["hf download Qwen/Qwen2.5-7B --local-dir Qwen2.5-7B", "--random-weights"]),
         ("SmolLM2-135M", ["hf download HuggingFaceTB/SmolLM2-135M", "--random-weights"]),
         ("https://huggingface.co/Qwen/Qwen3-4B", ["hf download Qwen/Qwen3-4B", "--random-weights"]),
         ("someone/model-1B", ["hf download someone/model-1B --local-dir model-1B"]),
@@ -71,6 +74,24 @@ def test_a_misspelt_folder_shows_its_neighbours(tmp_path):
     (tmp_path / "smollm2-135m").mkdir()
     with pytest.raises(CheckpointError, match=r"near: .*smollm2-135m"):
         open_model(tmp_path / "smolm2-135m")
+
+
+def test_a_folder_that_is_not_among_those_here_is_no_name_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "qwen2").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"^models/qwen3: no such folder; near: models/qwen2"):
+        open_model(Path("models/qwen3"))
+
+
+def test_a_file_of_a_model_names_its_folder(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="add --random-weights"):
+        open_model(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").touch()
+    with pytest.raises(CheckpointError, match=f"a model is its folder: --model {tmp_path}$"):
+        open_model(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="add --random-weights"):
+        open_model(tmp_path / "config.json")
 
 
 def test_a_model_that_is_not_supported_is_named_with_its_file(tmp_path):
