@@ -24,10 +24,11 @@ from lazyjax.data.formats import BadRow, DataError, Row
 from lazyjax.data.loader import Batching, Loader, Settings
 from lazyjax.data.sources import open_source
 
-USAGE = """usage: lazyjax inspect-data [CONFIG.yaml] [--model FOLDER] [--data FILE] [--show ROWS]
-                            [--GROUP.KEY VALUE ...]
+USAGE = """usage: lazyjax inspect-data [CONFIG.yaml] [--model FOLDER] [--data FILE]
+                            [--show ROWS] [--GROUP.KEY VALUE ...]
 
-Shows what training would make of the data; nothing is trained. Takes every key of `lazyjax train`.
+Shows what training would make of the data; nothing is trained. Takes every key
+of `lazyjax train`.
 
   --show ROWS   rows that are written out (default 3)"""
 _SHOWN = 3

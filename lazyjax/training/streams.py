@@ -10,7 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -22,7 +22,7 @@ class SilencedWhenClosed(io.TextIOBase):
     interpreter's last flush are silent too.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: io.TextIOBase) -> None:
         self._stream = stream
         self._closed = False
 
@@ -73,7 +73,7 @@ def silence_when_closed(console: Console) -> None:
     except (OSError, ValueError):
         return
     if not isinstance(console.file, SilencedWhenClosed):
-        stream: Any = SilencedWhenClosed(cast(TextIO, console.file))
+        stream: Any = SilencedWhenClosed(cast(io.TextIOBase, console.file))
         console.file = stream
 
 
@@ -83,7 +83,7 @@ def silenced_when_closed() -> Iterator[None]:
     if isinstance(sys.stdout, SilencedWhenClosed):
         yield
         return
-    stream: Any = SilencedWhenClosed(sys.stdout)
+    stream: Any = SilencedWhenClosed(cast(io.TextIOBase, sys.stdout))
     with contextlib.redirect_stdout(stream):
         try:
             yield
