@@ -6,8 +6,9 @@ streaming, no schedule: nothing of what is being tested.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,17 @@ def random_parameters(template: ModelTemplate, seed: int, noise: float = 0.05) -
     return parameters
 
 
-def model_logits(template: ModelTemplate, parameters: Parameters, batch: Batch) -> Array:
+class Rows(NamedTuple):
+    """A batch's arrays, as arguments of a compiled function."""
+
+    tokens_BT: Array
+    targets_BT: Array
+    loss_mask_BT: Array
+    segment_ids_BT: Array
+    positions_BT: Array
+
+
+def model_logits(template: ModelTemplate, parameters: Parameters, batch: Batch | Rows) -> Array:
     """fp32 logits [B, T, V]."""
     context = Context(jnp.asarray(batch.positions_BT), jnp.asarray(batch.segment_ids_BT))
     x: Array = jnp.asarray(batch.tokens_BT)
@@ -54,7 +65,7 @@ def model_logits(template: ModelTemplate, parameters: Parameters, batch: Batch) 
     return jnp.einsum("btd,vd->btv", x, table, preferred_element_type=jnp.float32)
 
 
-def mean_loss(template: ModelTemplate, parameters: Parameters, batch: Batch) -> Array:
+def mean_loss(template: ModelTemplate, parameters: Parameters, batch: Batch | Rows) -> Array:
     """Mean -log p over the batch's unmasked targets."""
     logits = model_logits(template, parameters, batch)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(batch.targets_BT))
@@ -66,8 +77,15 @@ def loss_and_gradients(
     template: ModelTemplate, parameters: Parameters, batch: Batch
 ) -> tuple[Array, Parameters]:
     """The loss and its gradient with respect to every parameter."""
-    loss, gradients = jax.jit(jax.value_and_grad(lambda p: mean_loss(template, p, batch)))(parameters)
+    rows = Rows(*(jnp.asarray(getattr(batch, name)) for name in Rows._fields))
+    loss, gradients = _compiled(template)(parameters, rows)
     return loss, gradients
+
+
+@functools.cache
+def _compiled(template: ModelTemplate) -> Callable[[Parameters, Rows], tuple[Array, Parameters]]:
+    """Compiled once per model and shape: it takes seconds."""
+    return jax.jit(jax.value_and_grad(lambda p, rows: mean_loss(template, p, rows)))
 
 
 def optimizer(

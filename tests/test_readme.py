@@ -61,7 +61,7 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
     (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert 5 <= len([line for line in example.splitlines() if line.strip()]) <= 10
     small = ["--data.sequence-length", "64", "--data.rows", "2", "--plan.planner", "recompute_all"]
-    small += ["--training.evaluate-rows", "2"]
+    small += ["--training.evaluate-rows", "2", "--data.take", "40"]
     words = "".join(f', "{word}"' for word in small)
     assert '"--training.steps", "20"' in example
     example = example.replace('"--training.steps", "20"', f'"--training.steps", "1"{words}')

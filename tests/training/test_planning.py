@@ -260,6 +260,7 @@ def small(tmp_path, monkeypatch):
     def make(*words: str) -> Config:
         fixed = {
             "model.architecture": tmp_path / "small.json", "data.sequence-length": 64, "data.rows": 2,
+            "data.take": 60,
             "training.steps": 3, "training.evaluate-rows": 0, "run.folder": tmp_path / "runs",
             "run.name": "run", "run.save-model": "false", "plan.planner": "recompute_all",
             "optimizer.name": "fp32_adamw",
@@ -390,7 +391,7 @@ def test_planning_again_leaves_a_step_for_the_new_plan(small, tmp_path) -> None:
     both = r"plan\.replan_after_steps \(3\) leaves nothing of training\.steps \(3\)"
     with pytest.raises(ConfigError, match=both):
         setup.train(small(*words), Console(file=io.StringIO()))
-    words += ("--training.steps", "null", "--training.epochs", "0.001")
-    with pytest.raises(ConfigError, match=r"training\.epochs \(0\.001: 2 steps\)"):
+    words += ("--training.steps", "null", "--training.epochs", "0.1")
+    with pytest.raises(ConfigError, match=r"training\.epochs \(0\.1: 2 steps\)"):
         setup.train(small(*words), Console(file=io.StringIO()))
     assert not (tmp_path / "runs").exists()
