@@ -85,7 +85,8 @@ $(STAMP): requirements.txt pyproject.toml $(wildcard setup.py) $(wildcard lazyja
 	echo "Making $(VENV) with $$("$$found" --version) ($$found); the first time takes a few minutes"; \
 	if ! [ -x $(BIN)/python ]; then "$$found" -m venv $(VENV); fi; \
 	export PIP_DISABLE_PIP_VERSION_CHECK=1; \
-	$(BIN)/python -m pip install --quiet -r requirements.txt; \
+	output=$$($(BIN)/python -m pip install --quiet -r requirements.txt 2>&1) \
+	    || { echo "$$output" >&2; exit 1; }; \
 	output=$$($(BIN)/python -m pip install --quiet -c requirements.txt -e ".$${cuda:+[$$cuda]}" 2>&1) \
 	    || { echo "$$output" >&2; exit 1; }; \
 	touch $@

@@ -93,6 +93,7 @@ def main(folder: pathlib.Path) -> dict[str, Any]:
     file.write_text(json.dumps(FAMILY.write_config(config)))
     words = ["--model.architecture", str(file), "--run.folder", str(folder / "runs"), "--training.steps", "3"]
     words += ["--data.rows", "4", "--data.sequence-length", "128", "--training.evaluate-rows", "4"]
+    words += ["--data.take", "100"]
     return train(load_config(None, [*words, "--plan.planner", "recompute_all"]), Console())
 
 

@@ -11,7 +11,8 @@ import contextlib
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TextIO
 
 from rich.console import Console
 
@@ -205,7 +206,7 @@ def guarded(command: Callable[[], int | None], *, debug: bool = False) -> int:
     from lazyjax.training.streams import silenced_when_closed
 
     try:
-        with silenced_when_closed():
+        with silenced_when_closed(), _warnings_in_words():
             code = command()
     except StoppedAtOnce as stopped:
         _complain(f"stopped at once ({stopped})")
@@ -219,6 +220,33 @@ def guarded(command: Callable[[], int | None], *, debug: bool = False) -> int:
         _complain(f"error: {_message(error)}")
         return 2 if isinstance(error, ValueError) else 1
     return code or 0
+
+
+@contextlib.contextmanager
+def _warnings_in_words() -> Iterator[None]:
+    """In it, warnings of this package are one line each, without the line of code they come from."""
+    import warnings
+
+    show = warnings.showwarning
+
+    def say(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if pathlib.Path(__file__).parent in pathlib.Path(filename).parents:
+            _complain(f"warning: {message}")
+        else:
+            show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = say
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
 
 
 def _complain(text: str) -> None:

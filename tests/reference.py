@@ -17,6 +17,7 @@ import optax
 from jaxtyping import Array
 
 from lazyjax.batch import Batch
+from lazyjax.models.backend import traces_for_cpu
 from lazyjax.models.template import Context, ModelTemplate
 
 #: Per layer, the layer's parameters in flat order.
@@ -77,15 +78,35 @@ def loss_and_gradients(
     template: ModelTemplate, parameters: Parameters, batch: Batch
 ) -> tuple[Array, Parameters]:
     """The loss and its gradient with respect to every parameter."""
-    rows = Rows(*(jnp.asarray(getattr(batch, name)) for name in Rows._fields))
-    loss, gradients = _compiled(template)(parameters, rows)
+    loss, gradients = _compiled(template, "gradients", traces_for_cpu())(parameters, _rows(batch))
     return loss, gradients
 
 
+def loss(template: ModelTemplate, parameters: Parameters, batch: Batch) -> float:
+    """The loss, compiled."""
+    return float(_compiled(template, "loss", traces_for_cpu())(parameters, _rows(batch)))
+
+
+def logits(template: ModelTemplate, parameters: Parameters, batch: Batch) -> np.ndarray:
+    """fp32 logits [B, T, V], compiled."""
+    return np.asarray(_compiled(template, "logits", traces_for_cpu())(parameters, _rows(batch)))
+
+
+def _rows(batch: Batch) -> Rows:
+    return Rows(*(jnp.asarray(getattr(batch, name)) for name in Rows._fields))
+
+
 @functools.cache
-def _compiled(template: ModelTemplate) -> Callable[[Parameters, Rows], tuple[Array, Parameters]]:
-    """Compiled once per model and shape: it takes seconds."""
-    return jax.jit(jax.value_and_grad(lambda p, rows: mean_loss(template, p, rows)))
+def _compiled(template: ModelTemplate, what: str, for_cpu: bool) -> Callable[[Parameters, Rows], Any]:
+    """Compiled once per model and shape, and what it is traced for: it takes seconds."""
+    del for_cpu
+    mean = functools.partial(mean_loss, template)
+    match what:
+        case "gradients":
+            return jax.jit(jax.value_and_grad(mean))
+        case "loss":
+            return jax.jit(mean)
+    return jax.jit(functools.partial(model_logits, template))
 
 
 def optimizer(

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -82,6 +83,16 @@ def test_codes_and_messages_of_errors(capsys):
     assert cli.guarded(refuse(RuntimeError("RESOURCE_EXHAUSTED: 3 GiB"))) == 1
     assert "plan.microbatches" in capsys.readouterr().err
     assert cli.guarded(refuse(KeyboardInterrupt())) == 130
+
+
+def test_a_warning_of_ours_is_one_line_and_another_stays_as_it_is(capsys, recwarn):
+    def warn():
+        warnings.warn_explicit("not kept", UserWarning, cli.__file__.replace("cli.py", "data/tokens.py"), 7)
+        warnings.warn_explicit("old", UserWarning, "elsewhere.py", 7)
+
+    assert cli.guarded(warn) == 0
+    assert capsys.readouterr().err == "warning: not kept\n"
+    assert [str(one.message) for one in recwarn] == ["old"]
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])

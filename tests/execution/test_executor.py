@@ -173,10 +173,8 @@ def test_evaluation_and_logits_equal_the_oracle(tmp_path: pathlib.Path) -> None:
         parameters = reference.random_parameters(model, seed=1)
         with executor_for(model, mixed_plan(model, 3), tmp_path) as (executor, _):
             total, targets = executor.evaluate(BATCH)
-            assert total / targets == pytest.approx(
-                float(reference.mean_loss(model, parameters, BATCH)), rel=1e-6
-            )
-            expected = np.asarray(reference.model_logits(model, parameters, BATCH))
+            assert total / targets == pytest.approx(reference.loss(model, parameters, BATCH), rel=1e-6)
+            expected = reference.logits(model, parameters, BATCH)
             np.testing.assert_allclose(executor.logits(BATCH), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -228,7 +226,7 @@ def test_plan_that_does_not_fit_is_refused(tmp_path: pathlib.Path) -> None:
 def test_shorter_sequences_run_under_the_same_plan(tmp_path: pathlib.Path) -> None:
     short = reference.random_batch(5, ROWS, 9, tiny.VOCABULARY)
     with executor_for(MODEL, mixed_plan(MODEL, 3), tmp_path) as (executor, _):
-        expected = float(reference.mean_loss(MODEL, reference.random_parameters(MODEL, seed=1), short))
+        expected = reference.loss(MODEL, reference.random_parameters(MODEL, seed=1), short)
         assert executor.train_step(short, 1e-3).loss == pytest.approx(expected, rel=1e-6)
 
 
@@ -239,7 +237,7 @@ def test_a_drive_serves_batches_of_several_lengths(tmp_path: pathlib.Path) -> No
         assert "nvme" in {layer.boundary.value for layer in executor.plan.layers}
         for length in (LENGTH, 9, 15, LENGTH):
             batch = reference.random_batch(5, ROWS, length, tiny.VOCABULARY)
-            expected = float(reference.mean_loss(MODEL, parameters, batch))
+            expected = reference.loss(MODEL, parameters, batch)
             assert executor.train_step(batch, 0.0).loss == pytest.approx(expected, rel=1e-6)
 
 
