@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from lazyjax.execution import attention_choice
 from lazyjax.execution.attention_choice import AttentionError, Shape, choose_attention, fastest_right
 from lazyjax.models.attention import ATTENTIONS, dense_attention
 
@@ -38,7 +39,23 @@ def test_an_extra_that_is_missing_is_named() -> None:
         choose_attention("tokamax", SHAPE, packed=False, platform="gpu")
 
 
-def test_wrong_failing_and_slow_forms_are_not_taken() -> None:
+class _Clock:
+    """Time that passes only where something takes it, whatever else the machine does."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def pass_a_second(self) -> np.ndarray:
+        self.now += 1.0
+        return np.zeros((), np.float32)
+
+
+def test_wrong_failing_and_slow_forms_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock()
+    monkeypatch.setattr(attention_choice, "time", clock)
+
     def wrong(q, k, v, segments, scale):
         return 1.1 * dense_attention(q, k, v, segments, scale)
 
@@ -49,13 +66,14 @@ def test_wrong_failing_and_slow_forms_are_not_taken() -> None:
         raise RuntimeError("no such library\nand more")
 
     def slow(q, k, v, segments, scale):
-        jax.debug.callback(lambda: time.sleep(0.2))
-        return dense_attention(q, k, v, segments, scale)
+        # The result depends on it: when it is there, the time has passed.
+        zero = jax.pure_callback(clock.pass_a_second, jax.ShapeDtypeStruct((), jnp.float32))
+        return dense_attention(q + jax.lax.stop_gradient(zero), k, v, segments, scale)
 
     forms = {"wrong": wrong, "undefined": undefined, "failing": failing, "slow": slow}
     choice = fastest_right(SHAPE, forms)
     assert choice.name == "blockwise"
-    assert set(choice.seconds) == {"blockwise", "slow"}
+    assert choice.seconds == {"blockwise": 0.0, "slow": 1.0}
     for words in ("wrong is off by", "undefined is off by nan", "failing failed (RuntimeError: no such"):
         assert words in choice.reason
 
