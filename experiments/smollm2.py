@@ -224,7 +224,7 @@ def draw_losses(curves: dict[str, list[float]], path: pathlib.Path) -> None:
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
 
 def main() -> int:

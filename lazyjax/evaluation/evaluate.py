@@ -213,7 +213,7 @@ def default_file(model: pathlib.Path, data: str) -> pathlib.Path:
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
 
 def _parser() -> Parser:

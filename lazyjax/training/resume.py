@@ -146,15 +146,15 @@ def read_resume(run: pathlib.Path, overrides: Sequence[str] = ()) -> tuple[Confi
     begun = load_config(path)
     config = load_config(path, [*overrides, *_other_lengths(overrides)])
     _check_changes(begun, config)
+    found, skipped = _open_all(list_checkpoints(RunFolder(run).checkpoints))
+    if not found:
+        raise _none(run, skipped)
     finished = _status(run) == "finished"
     if finished and config.run.name in (None, begun.run.name):
         raise ResumeError(
             f"{run} holds a finished run and is never written to; set run.name to another name to go on "
             "from its last checkpoint, with more training.steps or training.epochs"
         )
-    found, skipped = _open_all(list_checkpoints(RunFolder(run).checkpoints))
-    if not found:
-        raise _none(run, skipped)
     folder = run
     if config.run.name != begun.run.name or config.run.folder != begun.run.folder:
         if config.run.name is None:

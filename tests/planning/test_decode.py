@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given
@@ -120,3 +121,15 @@ def test_the_command_says_first_whether_it_fits_and_how_long_it_takes(
     assert "decoding 1 row(s) of 1024 tokens takes" in capsys.readouterr().err
     assert cli.main(["plan", *arguments[:-1], "none"]) == 2
     assert "whole number from 1 on" in capsys.readouterr().err
+
+
+def test_the_command_breaks_no_word_on_a_terminal_of_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    arguments = ["--generate", "--model", "Qwen3-0.6B", "--hardware", "rtx3090", "--rows", "1000"]
+    assert cli.main(["plan", *arguments]) == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    assert "Qwen3-0.6B fits rtx3090 whole: " in text
+    assert max(map(len, text.splitlines())) <= 80

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from lazyjax.config import Config, load_config
+from lazyjax.config import Config, dump_config, load_config
 from lazyjax.huggingface.tensor_files import CheckpointError
 from lazyjax.training import setup
 from lazyjax.training.checkpoints import ResumeError, list_checkpoints, open_checkpoint
@@ -272,6 +272,15 @@ def test_a_finished_run_is_not_written_to_and_can_be_made_longer(words, tmp_path
     assert contents == longer[1]
     more = [r for r in records(tmp_path / "runs" / "more") if r["kind"] == "train"]
     assert more == [r for r in records(tmp_path / "runs" / "longer") if r["kind"] == "train"]
+
+
+def test_a_finished_run_without_checkpoints_says_that_it_has_none(words, tmp_path):
+    run = tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(dump_config(load_config(None, words(run__name="run"))))
+    (run / "summary.json").write_text('{"status": "finished"}')
+    with pytest.raises(ResumeError, match=r"no checkpoint \(set checkpoints\.every_steps"):
+        read_resume(run)
 
 
 def test_two_processes_do_not_write_one_run(words, tmp_path):

@@ -52,7 +52,7 @@ def decode_plan_command(arguments: Sequence[str]) -> None:
     plan = plan_decoding(costs, device_bytes=device_bytes, most_rows=most, rows=options.batch)
     console = Console()
     for line in first_lines(costs, plan, profile, workload, device_bytes):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=not console.is_terminal)
     console.print(comparison(costs, plan, workload, device_bytes, most))
 
 
