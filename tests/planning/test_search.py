@@ -23,7 +23,7 @@ from lazyjax.planning.plan.document import PlanError, load_plan
 from lazyjax.planning.planner import search, service
 from lazyjax.planning.planner.feasibility import feasible, largest_batch
 from lazyjax.planning.planner.memory import memory_rows
-from lazyjax.planning.planner.milp import memory_shortfall
+from lazyjax.planning.planner.milp import Program, memory_shortfall
 from lazyjax.planning.planner.question import (
     microbatch_counts,
     padding_share,
@@ -59,6 +59,19 @@ def request_():
     return dataclasses.replace(roomy, capacity=capacity)
 
 
+@pytest.fixture(scope="module")
+def found(request_):
+    """What the search gives; it takes seconds."""
+    return find_plan(request_, time_limit_seconds=LIMIT)
+
+
+@pytest.fixture
+def folder(request_, found, tmp_path):
+    """A cache with the plan found."""
+    cache.store(tmp_path, request_key(request_), found.plan)
+    return tmp_path
+
+
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.25])
 def test_what_the_host_has_no_room_for_goes_to_nvme(request_, share):
     """As far as it must: state first, the high half of the master weights last."""
@@ -91,8 +104,7 @@ def plan_of(request, name):
     return BASELINES[name](request.spec, names, rows=ROWS, sequence_length=TOKENS)
 
 
-def test_the_plan_found_verifies_fits_and_beats_every_baseline_that_fits(request_):
-    found = find_plan(request_, time_limit_seconds=LIMIT)
+def test_the_plan_found_verifies_fits_and_beats_every_baseline_that_fits(request_, found):
     assert found.plan is not None
     assert found.gap <= 0.02
     verification = verify_for(request_, found.plan)
@@ -109,8 +121,8 @@ def test_the_plan_found_verifies_fits_and_beats_every_baseline_that_fits(request
     assert "does not fit" in printed(comparison(baseline_rows(request_), tight))
 
 
-def test_explain_names_alternatives_and_refuses_other_layers(request_):
-    plan = find_plan(request_, time_limit_seconds=LIMIT).plan
+def test_explain_names_alternatives_and_refuses_other_layers(request_, found):
+    plan = found.plan
     text = printed(explain(request_, plan, 1))
     assert "input host" in text
     assert "The step is bound by" in text
@@ -148,12 +160,10 @@ def test_largest_batch_fits_and_one_more_does_not(request_):
     host = request_.static_host_bytes + sum(layer.state_bytes for layer in request_.sizes(1).layers)
     finest = plan_of(request_, "recompute_all").model_copy(update={"rows": 4, "microbatches": 4})
     device = predict(dataclasses.replace(request_, rows=4), finest).peak_bytes["device"]
-    # The rows of the program count a few inputs more than the schedule does.
-    device += 16 * request_.sizes(1).layers[1].input_bytes
     capacity = {Tier.DEVICE: device, Tier.HOST: host + 4096, Tier.NVME: 0}
     tight = dataclasses.replace(request_, capacity=capacity)
     rows = largest_batch(tight, below=16)
-    assert 0 < rows < 15
+    assert 4 <= rows < 15
     # Whatever the microbatches, one row more does not fit.
     beyond = dataclasses.replace(tight, rows=rows + 1)
     assert all(memory_shortfall(problem_of(beyond, settings, lean=True)) for settings in settings_of(beyond))
@@ -238,25 +248,25 @@ def test_batches_that_cannot_be_cut_are_refused(request_):
         lambda text: re.sub(rb'"period_seconds": [0-9.e-]+', b'"period_seconds": 99.0', text),
     ],
 )
-def test_damaged_plans_of_the_cache_are_solved_again(request_, tmp_path, damage):
-    plan, _ = solve_cached(request_, tmp_path, time_limit_seconds=LIMIT)
-    file = next(tmp_path.iterdir())
+def test_damaged_plans_of_the_cache_are_solved_again(request_, found, folder, damage):
+    plan = found.plan
+    (file,) = folder.iterdir()
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
     assert file.read_bytes() != whole
-    again, found = solve_cached(request_, tmp_path, time_limit_seconds=LIMIT)
-    assert found is not None
+    again, solved = solve_cached(request_, folder, time_limit_seconds=LIMIT)
+    assert solved is not None
     assert again.prediction.period_seconds == pytest.approx(plan.prediction.period_seconds, rel=0.02)
 
 
-def test_an_unsure_plan_of_the_cache_is_solved_again_where_there_is_more_time(request_, tmp_path):
-    plan, _ = solve_cached(request_, tmp_path, time_limit_seconds=LIMIT)
+def test_an_unsure_plan_of_the_cache_is_solved_again_where_there_is_more_time(request_, found, tmp_path):
+    plan = found.plan
     prediction = plan.prediction.model_copy(update={"gap": 0.4, "solve_seconds": 200.0})
     cache.store(tmp_path, request_key(request_), plan.model_copy(update={"prediction": prediction}))
-    _, found = solve_cached(request_, tmp_path, time_limit_seconds=250.0)
-    assert found is None
-    again, found = solve_cached(request_, tmp_path, time_limit_seconds=500.0)
-    assert found is not None
+    _, solved = solve_cached(request_, tmp_path, time_limit_seconds=250.0)
+    assert solved is None
+    again, solved = solve_cached(request_, tmp_path, time_limit_seconds=500.0)
+    assert solved is not None
     assert again.prediction.period_seconds <= plan.prediction.period_seconds * (1 + 1e-6)
 
 
@@ -279,19 +289,27 @@ def test_a_fixed_number_of_microbatches_too_few_is_told(request_):
     assert "two of it" not in str(caught.value)
 
 
+class WithoutDeepPlans(Program):
+    """Settings with a second slab have a finite relaxation, but, say, no plan."""
+
+    def descend(self, *arguments, **keywords):
+        return None if self.problem.settings.prefetch > 1 else super().descend(*arguments, **keywords)
+
+    def branch(self, *arguments, **keywords):
+        deep = self.problem.settings.prefetch > 1
+        return (None, math.inf) if deep else super().branch(*arguments, **keywords)
+
+
 def test_what_looks_pointless_is_looked_at_where_nothing_else_fits(request_, monkeypatch):
-    """One slab ahead has a finite relaxation, but, say, no plan: then none ahead is tried."""
-    descended = search._descend
-
-    def only_shallow(search_, candidates, *rest):
-        descended(search_, [c for c in candidates if c.settings.prefetch == 1], *rest)
-
-    monkeypatch.setattr(search, "_descend", only_shallow)
-    monkeypatch.setattr(search, "_start_lean", lambda *arguments: None)
-    monkeypatch.setattr(search, "_branch", lambda search_, candidate, *rest: monkeypatch.undo())
-    found = find_plan(request_, time_limit_seconds=0.0)
+    """With finite relaxations of two slabs, settings with one are left out at first."""
+    fixed = dataclasses.replace(request_, microbatches=2)
+    found = find_plan(fixed, time_limit_seconds=LIMIT)
+    assert {attempt.settings.prefetch for attempt in found.attempts} == {2}
+    monkeypatch.setattr(search, "Program", WithoutDeepPlans)
+    monkeypatch.setattr(search, "leanest_plan", lambda problem: None)
+    found = find_plan(fixed, time_limit_seconds=LIMIT)
     assert found.plan is not None
-    assert any(attempt.settings.prefetch == 1 for attempt in found.attempts)
+    assert {attempt.settings.prefetch for attempt in found.attempts} == {1, 2}
 
 
 def test_command_refuses_before_it_solves(tmp_path, monkeypatch):
