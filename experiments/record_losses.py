@@ -28,7 +28,7 @@ OUTPUT = ROOT / "tests" / "golden" / "smoke_losses.json"
 #: Fewer steps, and a rule in place of the planner, whose plan depends on the machine.
 SHORT = (
     "--training.steps", "6", "--training.evaluate-every", "0", "--training.evaluate-rows", "16",
-    "--plan.planner", "lazytrain", "--plan.device-bytes", "null", "--run.save-model", "false",
+    "--plan.planner", "recompute_all", "--plan.device-bytes", "null", "--run.save-model", "false",
 )  # fmt: skip
 #: Name -> what is changed in the command line, and XLA's flags.
 VARIANTS: dict[str, tuple[tuple[str, ...], str]] = {

@@ -5,9 +5,12 @@ is compiled without LLVM's optimizations, annotations are checked at run time, a
 same examples every time.
 """
 
+import atexit
 import gc
 import os
 import pathlib
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 # Tests compile hundreds of kernels and run each a few times: LLVM's optimizations would take half of the
@@ -18,6 +21,14 @@ for _flag, _value in (
 ):
     if _flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}={_value}".strip()
+# Compiling is most of the suite's time. What one process has compiled the others get, those that tests start
+# too, and itself again where it has dropped its kernels; the first to come here owns the folder.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.mkdtemp(prefix="lazyjax-tests-compiled-")
+    atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("MPLBACKEND", "Agg")
 

@@ -30,6 +30,7 @@ _HELP = """Fine-tunes a model. CONFIG.yaml sets keys; options win over it.
 --model FOLDER: a Hugging Face folder with weights (sets model.folder).
 --model NAME --random-weights: a packaged name or a config.json; no weights.
 --resume RUN: goes on from that run's last checkpoint (docs/checkpoints.md).
+--reproduce RUN: trains once more as that run did, and compares.
 --debug: shows where an error came from."""
 #: Where a key's value was written, for error messages: keys that the command line set.
 _OnCommandLine = frozenset[tuple[str, str]]
