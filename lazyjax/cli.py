@@ -264,8 +264,9 @@ def wrapped(text: str, columns: int) -> str:
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())] + "  "
-        whole = {"break_long_words": False, "break_on_hyphens": False}
-        lines += textwrap.wrap(line, max(columns, 20), subsequent_indent=indent, **whole) or [""]
+        lines += textwrap.wrap(
+            line, max(columns, 20), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        ) or [""]
     return "\n".join(lines)
 
 

@@ -78,8 +78,9 @@ def test_changes_lead_from_plans_to_other_plans(seed):
 
 
 def test_descent_fits_never_loses_and_comes_close_to_brute_force():
+    """`experiments.benchmarks.planner_exactness` compares with brute force on 200 chains."""
     ratios = []
-    for seed in range(12):
+    for seed in range(8):
         problem = random_problem(seed, most_plans=100)
         force = best_by_force(problem)
         program = Program(problem)
@@ -99,7 +100,7 @@ def test_descent_fits_never_loses_and_comes_close_to_brute_force():
             if position == 0 and len(fitting):
                 assert period <= program.model.period(start) * (1 + 1e-6)
                 ratios.append(period / force)
-    assert len(ratios) >= 4
+    assert len(ratios) >= 3
     assert np.median(ratios) <= 1.02
 
 
@@ -126,7 +127,7 @@ def test_descent_brings_memory_within_capacity():
 )
 def test_plans_are_tidied_and_room_is_made_in_the_same_time(lower, measure):
     less = 0
-    for seed in range(12):
+    for seed in range(8):
         problem = random_problem(seed, most_blocks=5, most_plans=None)
         replay = replay_of(problem)
         model = replay.model
@@ -140,7 +141,7 @@ def test_plans_are_tidied_and_room_is_made_in_the_same_time(lower, measure):
         assert model.period(lowered) <= model.period(fitting[0]) * (1 + 1e-6)
         assert measure(replay, after)[0] <= measure(replay, before)[0]
         less += bool(measure(replay, after)[0] < measure(replay, before)[0])
-    assert less >= 3
+    assert less >= 2
 
 
 def test_room_that_was_made_lets_descent_go_on():
