@@ -238,7 +238,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hardware", required=True, help="preset or file made by `lazyjax profile`")
     parser.add_argument("--batch", type=positive, help="rows of a batch")
     parser.add_argument("--seq", type=positive, default=1024, help="tokens of a row")
-    parser.add_argument("--optimizer", default=DEFAULT_OPTIMIZER, choices=OPTIMIZERS, help="host optimizer")
+    on_host = f"on the host: {', '.join(OPTIMIZERS)}"
+    parser.add_argument(
+        "--optimizer", default=DEFAULT_OPTIMIZER, choices=OPTIMIZERS, metavar="NAME", help=on_host
+    )
     dtypes = ("bfloat16", "float32")
     parser.add_argument("--dtype", default="bfloat16", choices=dtypes, help="of the layers' mathematics")
     parser.add_argument(
