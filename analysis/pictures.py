@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ _LABELS = {
 
 def loss_figure(records: SweepRecords, axis: Axis, file: io.BytesIO) -> bool:
     """Smoothed training loss of every trial, one colour a variant."""
-    figure, axes = _axes()
+    figure, axes = _axes(len(records.variants))
     drawn = False
     for number, variant in enumerate(records.variants):
         for seed_number, (x, y) in enumerate(curves(variant, lambda run: _losses(run, axis))):
@@ -41,7 +42,7 @@ def metric_figure(records: SweepRecords, metric: str, file: io.BytesIO) -> bool:
     known = [(name, value) for name, value in means if value is not None]
     if not known:
         return False
-    figure, axes = _axes(height=0.4 * len(known) + 1.5)
+    figure, axes = _axes(height=0.3 * len(known) + 1.2)
     label, unit = readable(metric)
     names = [name for name, _ in known]
     values = [value.mean / unit for _, value in known]
@@ -55,7 +56,7 @@ def metric_figure(records: SweepRecords, metric: str, file: io.BytesIO) -> bool:
 
 def evaluation_figure(records: SweepRecords, file: io.BytesIO) -> bool:
     """Loss of held-out rows of every trial, one colour a variant; nothing where each looked twice at most."""
-    figure, axes = _axes()
+    figure, axes = _axes(len(records.variants))
     drawn = False
     for number, variant in enumerate(records.variants):
         for seed_number, (x, y) in enumerate(curves(variant, _evaluations)):
@@ -70,7 +71,7 @@ def evaluation_figure(records: SweepRecords, file: io.BytesIO) -> bool:
 
 def memory_figure(records: SweepRecords, file: io.BytesIO) -> bool:
     """Tokens per second against peak device memory: measured as dots, simulated as crosses."""
-    figure, axes = _axes()
+    figure, axes = _axes(len(records.variants))
     drawn = False
     for number, variant in enumerate(records.variants):
         speed, memory = variant.mean("tokens_per_second"), variant.mean("peak_device_bytes")
@@ -93,7 +94,7 @@ def prediction_figure(records: SweepRecords, file: io.BytesIO) -> bool:
     rows = records.step_seconds()
     if not rows:
         return False
-    figure, axes = _axes()
+    figure, axes = _axes(len(records.variants))
     for number, (name, simulated, measured) in enumerate(rows):
         axes.plot([measured], [simulated], "o", color=_colour(number), label=name)
     most = max(max(row[1:]) for row in rows) * 1.05
@@ -125,9 +126,15 @@ def _colour(number: int) -> Any:
     return colormaps["tab20"](2 * number % 20 + (number // 10) % 2)
 
 
-def _axes(height: float = 3.8) -> tuple[Figure, Any]:
+#: Variants that fit into a legend beside the curves; more go below the axes.
+_LEGEND_INSIDE = 6
+
+
+def _axes(variants: int = 0, *, height: float = 3.8) -> tuple[Figure, Any]:
+    """A figure with room for the legend of so many variants."""
+    below = 0.2 * math.ceil(variants / 2) if variants > _LEGEND_INSIDE else 0.0
     # Narrow, so that words can be read on a telephone, too.
-    figure = Figure(figsize=(5.6, height), layout="constrained")
+    figure = Figure(figsize=(5.6, height + below), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
@@ -136,10 +143,10 @@ def _axes(height: float = 3.8) -> tuple[Figure, Any]:
 
 def _save(figure: Figure, file: io.BytesIO, axes: Any = None) -> bool:
     if axes is not None:
-        many = len(axes.get_legend_handles_labels()[1]) > 6
-        place: dict[str, Any] = (
-            {"loc": "upper left", "bbox_to_anchor": (0, -0.18), "ncols": 2} if many else {}
-        )
-        axes.legend(fontsize=8, frameon=False, **place)
+        count = len(axes.get_legend_handles_labels()[1])
+        if count > _LEGEND_INSIDE:
+            figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=2)
+        else:
+            axes.legend(fontsize=8, frameon=False)
     figure.savefig(file, dpi=150, format="png")
     return True

@@ -112,8 +112,17 @@ def _html_table(markdown: str) -> str:
         for line in markdown.splitlines()
     ]
     head = "".join(f"<th>{cell}</th>" for cell in rows[0])
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows[2:])
+    body = "".join(f"<tr>{_html_cells(row)}</tr>" for row in rows[2:])
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _html_cells(row: Sequence[str]) -> str:
+    """Cells of a row; the last one that says something takes the place of the empty ones after it."""
+    filled = max(number for number, cell in enumerate(row) if cell or not number) + 1
+    cells = [f"<td>{cell}</td>" for cell in row[: filled - 1]]
+    span = len(row) - filled + 1
+    last = f'<td colspan="{span}">' if span > 1 else "<td>"
+    return "".join([*cells, f"{last}{row[filled - 1]}</td>"])
 
 
 def _figures(records: SweepRecords) -> Iterator[tuple[str, str]]:

@@ -95,6 +95,8 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
     assert len(page.addresses) >= 5
     assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
     assert "<script" not in text
+    # The planner's words have the room of all columns that have nothing to say.
+    assert '<td colspan="4">infeasible: no plan | fits</td>' in text
 
 
 def test_the_command_writes_a_page_and_two_tables(tmp_path, capsys):
