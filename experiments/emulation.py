@@ -29,6 +29,14 @@ from lazyjax.batch import Batch
 from lazyjax.execution.executor import Executor
 from lazyjax.execution.host_queues import HostQueues, Timed
 from lazyjax.execution.host_update import HostUpdates
+from lazyjax.execution.interfaces import (
+    BackwardKernel,
+    EmbedBackwardKernel,
+    EvaluationKernel,
+    ForwardKernel,
+    LogitsKernel,
+    LossKernel,
+)
 from lazyjax.execution.kernels import DeviceBatch, GradientSlab
 from lazyjax.execution.pending import Arrays, Pending, Task
 from lazyjax.execution.recorder import Recorder
@@ -165,7 +173,7 @@ class EmulatedKernels:
         """Takes no time: costs do not know it."""
         return lambda slab: slab
 
-    def forward(self, kind: LayerKind, saved: tuple[str, ...]) -> Callable[..., Any]:
+    def forward(self, kind: LayerKind, saved: tuple[str, ...]) -> ForwardKernel:
         """See `Kernels.forward`."""
         residual_bytes = self._costs.sizes.layers[self._layer_of[kind.name]].residual_bytes
 
@@ -178,7 +186,7 @@ class EmulatedKernels:
 
     def backward(
         self, kind: LayerKind, saved: tuple[str, ...], accumulates: bool, last: bool
-    ) -> Callable[..., Any]:
+    ) -> BackwardKernel:
         """See `Kernels.backward`."""
 
         def run(
@@ -191,7 +199,7 @@ class EmulatedKernels:
 
         return run
 
-    def embed_backward(self, accumulates: bool, last: bool) -> Callable[..., Any]:
+    def embed_backward(self, accumulates: bool, last: bool) -> EmbedBackwardKernel:
         """See `Kernels.embed_backward`."""
         kind = self.template.kind(0)
 
@@ -202,7 +210,7 @@ class EmulatedKernels:
 
         return run
 
-    def loss(self, accumulates: bool, last: bool) -> Callable[..., Any]:
+    def loss(self, accumulates: bool, last: bool) -> LossKernel:
         """See `Kernels.loss`."""
         head, embed = self.template.kind(len(self.template.spec.layers) - 1), self.template.kind(0)
         tied = self.template.spec.tied
@@ -223,11 +231,11 @@ class EmulatedKernels:
 
         return run
 
-    def evaluation_loss(self) -> Callable[..., Any]:
+    def evaluation_loss(self) -> EvaluationKernel:
         """Not emulated."""
         raise NotImplementedError("evaluation is not emulated")
 
-    def logits(self) -> Callable[..., Any]:
+    def logits(self) -> LogitsKernel:
         """Not emulated."""
         raise NotImplementedError("evaluation is not emulated")
 

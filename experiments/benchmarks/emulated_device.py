@@ -4,7 +4,7 @@ The executor runs each plan on queues that only take time (`experiments.emulatio
 and, scaled, with real time. Beside each other: the simulated period, both emulated ones, seconds that each
 resource was busy, and whether operations ended in the order of the schedule and after what they wait for.
 
-    python -m experiments.benchmarks.emulated_device [--scale 0.1] [--save]
+    python -m experiments.benchmarks.emulated_device [--profile h800-paper] [--scale 0.05] [--save]
 
 Nothing here is measured on a device: rates are those of the profiles, times the emulated machine's.
 """
@@ -32,9 +32,11 @@ from lazyjax.planning.program.simulate import Simulation, simulate
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource, Timeline
 
-RESULT = pathlib.Path(__file__).parent / "results" / "emulated_device.md"
+RESULTS = pathlib.Path(__file__).parent / "results"
 SOURCES = ("lazyjax/execution", "lazyjax/planning", "experiments/emulation.py")
 LENGTH = 1024
+#: Rows and microbatches by machine.
+MACHINES = {"h800-paper": (72, 1), "rtx3090": (32, 8)}
 #: Steps before the steady state, and steps that are timed; a pattern may span several steps.
 WARM_UP, TIMED = 4, 4
 #: The difference that is allowed between the executor's wall time and the simulated period.
@@ -81,10 +83,11 @@ def on_nvme(template: ModelTemplate, rows: int, microbatches: int) -> Plan:
     )  # fmt: skip
 
 
-def cases(template: ModelTemplate, chosen: Sequence[str]) -> list[Case]:
-    """The plans that are asked for, on both machines."""
+def cases(template: ModelTemplate, profiles: Sequence[str], chosen: Sequence[str]) -> list[Case]:
+    """The plans that are asked for."""
     found = []
-    for profile, rows, microbatches in (("h800-paper", 72, 1), ("rtx3090", 32, 8)):
+    for profile in profiles:
+        rows, microbatches = MACHINES[profile]
         if "LazyJAX" in chosen:
             request = build_request(template, load_profile(profile), rows=rows, sequence_length=LENGTH)
             plan = find_plan(request, time_limit_seconds=60).plan
@@ -189,14 +192,15 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
-        "--scale", type=float, default=0.1, help="real seconds to an emulated one; 0: no real time"
+        "--scale", type=float, default=0.05, help="real seconds to an emulated one; 0: no real time"
     )
+    parser.add_argument("--profile", choices=tuple(MACHINES), default="h800-paper")
     parser.add_argument("--case", action="append", choices=("LazyJAX", "LazyTrain", "MegaTrain", "NVMe"))
-    parser.add_argument("--save", action="store_true", help=f"write {RESULT.name}")
+    parser.add_argument("--save", action="store_true", help="write results/emulated_device_PROFILE.md")
     options = parser.parse_args()
     template = build_template(architecture("Qwen3.6-27B"))
     lines = [
-        "# The executor on an emulated device, Qwen3.6-27B",
+        f"# The executor on an emulated device, Qwen3.6-27B, {options.profile}",
         "",
         provenance(*SOURCES).replace("Measured", "Emulated", 1),
         "",
@@ -210,11 +214,12 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
-    for case in cases(template, options.case or ("LazyJAX", "LazyTrain", "MegaTrain", "NVMe")):
+    chosen = options.case or ("LazyJAX", "LazyTrain", "MegaTrain", "NVMe")
+    for case in cases(template, [options.profile], chosen):
         lines.append(row(template, case, options.scale))
         print(lines[-1], flush=True)
     if options.save:
-        RESULT.write_text("\n".join(lines) + "\n")
+        (RESULTS / f"emulated_device_{options.profile}.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -137,8 +137,8 @@ class _Calls:
                     params, table, self.x_BTD, self.batch, scale,
                 )  # fmt: skip
             case Action.BACKWARD if layer == 0:
-                kernel = self.kernels.embed_backward(key.accumulates, key.last)
-                return kernel, lambda: (accumulator(), self.batch.tokens_BT, self.x_BTD)
+                embed_kernel = self.kernels.embed_backward(key.accumulates, key.last)
+                return embed_kernel, lambda: (accumulator(), self.batch.tokens_BT, self.x_BTD)
             case Action.BACKWARD:
                 residuals = self._residuals(layer, names, context)
                 kernel = self.kernels.backward(kind, names, key.accumulates, key.last)

@@ -157,8 +157,8 @@ class DeviceWork:
         y_gradient = device[Buffer(BufferRole.INPUT_GRADIENT, layer + 1, microbatch)]
         accumulator = device[Buffer(BufferRole.ACCUMULATOR, layer)] if operation.accumulates else None
         if layer == 0:
-            kernel = self._kernels.embed_backward(operation.accumulates, operation.last)
-            result, token = kernel(accumulator, batch.tokens_BT, y_gradient)
+            embed_kernel = self._kernels.embed_backward(operation.accumulates, operation.last)
+            result, token = embed_kernel(accumulator, batch.tokens_BT, y_gradient)
         else:
             names = self._names(operation)
             kernel = self._kernels.backward(

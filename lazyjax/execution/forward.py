@@ -8,7 +8,7 @@ here. Nothing is kept for a backward pass.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from lazyjax.batch import Batch
-from lazyjax.execution.interfaces import Copies, LayerKernels
+from lazyjax.execution.interfaces import Copies, EvaluationKernel, LayerKernels
 from lazyjax.planning.plan.document import Plan
 from lazyjax.planning.program.schedule import OFFLOAD_WINDOW_ITEMS
 from lazyjax.storage.host import HostStore
@@ -52,7 +52,7 @@ class ForwardPass:
         parts = self._run(batch, plan, lambda head, table, x, part: kernel(head, table, x, part.context))
         return np.concatenate([np.asarray(jax.device_get(part)) for part in parts])[: batch.rows]
 
-    def _run(self, batch: Batch, plan: Plan, head_kernel: Callable[..., Any]) -> Iterator[Any]:
+    def _run(self, batch: Batch, plan: Plan, head_kernel: EvaluationKernel) -> Iterator[Any]:
         """The results of the head's kernel, microbatch by microbatch."""
         template, copies = self._kernels.template.in_chunks(plan.token_chunk), self._copies
         rows, count = microbatches_of(batch, plan, devices=self._kernels.devices)

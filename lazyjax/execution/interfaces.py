@@ -18,6 +18,80 @@ from lazyjax.storage.host import LayerOnDrive, LayerSlabs
 
 
 @runtime_checkable
+class ForwardKernel(Protocol):
+    """A layer's forward pass of one microbatch."""
+
+    def __call__(self, slab: Any, x_BTD: Any, context: Any, /) -> tuple[Any, tuple[Any, ...], Any]:
+        """y_BTD, the saved residuals in the order of their names, and a token to wait for."""
+        ...
+
+
+@runtime_checkable
+class BackwardKernel(Protocol):
+    """A layer's backward pass of one microbatch."""
+
+    def __call__(
+        self,
+        accumulator: Any,
+        slab: Any,
+        x_BTD: Any,
+        context: Any,
+        residuals: tuple[Any, ...],
+        y_gradient_BTD: Any,
+        /,
+    ) -> tuple[Any, Any, Any]:
+        """x_gradient_BTD, a `GradientSlab` or the accumulator, and a token; `accumulator` may be None."""
+        ...
+
+
+@runtime_checkable
+class EmbedBackwardKernel(Protocol):
+    """The embedding's backward pass of one microbatch."""
+
+    def __call__(self, accumulator: Any, tokens_BT: Any, x_gradient_BTD: Any, /) -> tuple[Any, Any]:
+        """A `GradientSlab` or the accumulator, and a token."""
+        ...
+
+
+@runtime_checkable
+class LossKernel(Protocol):
+    """Head and loss of one microbatch, forward and backward."""
+
+    def __call__(
+        self,
+        accumulator: Any,
+        table_accumulator: Any,
+        slab: Any,
+        table_slab: Any,
+        x_BTD: Any,
+        batch: Any,
+        scale: Any,
+        /,
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """The scaled loss, x_gradient_BTD, result, the table's accumulator (None where it is the head's own),
+        and a token."""
+        ...
+
+
+@runtime_checkable
+class EvaluationKernel(Protocol):
+    """Head and loss of one microbatch, forward only."""
+
+    def __call__(self, slab: Any, table_slab: Any, x_BTD: Any, batch: Any, /) -> Any:
+        """The sum of -log p over unmasked targets."""
+        ...
+
+
+@runtime_checkable
+class LogitsKernel(Protocol):
+    """The head of one microbatch."""
+
+    def __call__(self, slab: Any, table_slab: Any, x_BTD: Any, context: Any, /) -> Any:
+        """logits_BTV in float32."""
+        ...
+
+
+@runtime_checkable
 class LayerKernels(Protocol):
     """Functions of layer mathematics; `lazyjax.execution.kernels.Kernels` says what each takes."""
 
@@ -35,29 +109,29 @@ class LayerKernels(Protocol):
         """From a slab on the device to what the other functions take as a layer's parameters."""
         ...
 
-    def forward(self, kind: LayerKind, saved: tuple[str, ...]) -> Callable[..., Any]:
+    def forward(self, kind: LayerKind, saved: tuple[str, ...]) -> ForwardKernel:
         """Forward pass of one microbatch through a layer."""
         ...
 
     def backward(
         self, kind: LayerKind, saved: tuple[str, ...], accumulates: bool, last: bool
-    ) -> Callable[..., Any]:
+    ) -> BackwardKernel:
         """Backward pass of one microbatch through a layer."""
         ...
 
-    def embed_backward(self, accumulates: bool, last: bool) -> Callable[..., Any]:
+    def embed_backward(self, accumulates: bool, last: bool) -> EmbedBackwardKernel:
         """Backward pass of one microbatch through the embedding."""
         ...
 
-    def loss(self, accumulates: bool, last: bool) -> Callable[..., Any]:
+    def loss(self, accumulates: bool, last: bool) -> LossKernel:
         """Head and loss of one microbatch, forward and backward."""
         ...
 
-    def evaluation_loss(self) -> Callable[..., Any]:
+    def evaluation_loss(self) -> EvaluationKernel:
         """Head and loss of one microbatch, forward only."""
         ...
 
-    def logits(self) -> Callable[..., Any]:
+    def logits(self) -> LogitsKernel:
         """Logits of one microbatch."""
         ...
 

@@ -28,6 +28,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float32, Int32
 
 from lazyjax.execution.gradients import Accumulator, Gathering, GradientSlab
+from lazyjax.execution.interfaces import (
+    BackwardKernel,
+    EmbedBackwardKernel,
+    EvaluationKernel,
+    ForwardKernel,
+    LogitsKernel,
+    LossKernel,
+)
 from lazyjax.models.cross_entropy import cross_entropy, cross_entropy_and_gradients
 from lazyjax.models.residuals import backward_from, forward_saving
 from lazyjax.models.template import Context, LayerKind, ModelTemplate
@@ -141,7 +149,7 @@ class Kernels:
         return cut
 
     @functools.cache  # noqa: B019
-    def forward(self, kind: LayerKind, saved: tuple[str, ...]) -> Callable[..., Any]:
+    def forward(self, kind: LayerKind, saved: tuple[str, ...]) -> ForwardKernel:
         """(parameters, x, context) -> (y_BTD, residuals named `saved`, token)."""
 
         @jax.jit
@@ -158,7 +166,7 @@ class Kernels:
         return forward_layer
 
     @functools.cache  # noqa: B019
-    def parameters(self, kind: LayerKind) -> Callable[..., Any]:
+    def parameters(self, kind: LayerKind) -> Callable[[DeviceSlab], tuple[tuple[Array, ...], Token]]:
         """slab -> (the layer's parameters in flat order and compute dtype, token)."""
 
         @jax.jit
@@ -170,7 +178,7 @@ class Kernels:
     @functools.cache  # noqa: B019
     def backward(
         self, kind: LayerKind, saved: tuple[str, ...], accumulates: bool, last: bool
-    ) -> Callable[..., Any]:
+    ) -> BackwardKernel:
         """(accumulator | None, parameters, x, context, residuals, y_gradient) -> (x_gradient, result, token).
 
         `result` is a `GradientSlab` on the last microbatch, else the fp32 accumulator, which is
@@ -198,7 +206,7 @@ class Kernels:
         return backward_layer
 
     @functools.cache  # noqa: B019
-    def embed_backward(self, accumulates: bool, last: bool) -> Callable[..., Any]:
+    def embed_backward(self, accumulates: bool, last: bool) -> EmbedBackwardKernel:
         """(accumulator | None, tokens_BT, x_gradient_BTD) -> (result, token); needs no parameters."""
         kind, gathering = self.template.kind(0), self.gathering
 
@@ -213,7 +221,7 @@ class Kernels:
         return backward_embedding
 
     @functools.cache  # noqa: B019
-    def loss(self, accumulates: bool, last: bool) -> Callable[..., Any]:
+    def loss(self, accumulates: bool, last: bool) -> LossKernel:
         """The head and the cross-entropy, forward and backward at once.
 
         (accumulator | None, table accumulator | None, parameters, table parameters | None, x, batch, scale)
@@ -266,7 +274,7 @@ class Kernels:
         return head_and_loss
 
     @functools.cache  # noqa: B019
-    def evaluation_loss(self) -> Callable[..., Any]:
+    def evaluation_loss(self) -> EvaluationKernel:
         """(parameters, table parameters | None, x, batch) -> sum of -log p over unmasked targets."""
 
         @jax.jit
@@ -281,7 +289,7 @@ class Kernels:
         return evaluate
 
     @functools.cache  # noqa: B019
-    def logits(self) -> Callable[..., Any]:
+    def logits(self) -> LogitsKernel:
         """(parameters, table parameters | None, x_BTD, context) -> fp32 logits_BTV."""
 
         @jax.jit

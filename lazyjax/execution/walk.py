@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from lazyjax.execution.buffers import StepBuffers
 from lazyjax.execution.device_work import DeviceWork
+from lazyjax.execution.host_order import HostOrder
 from lazyjax.execution.host_work import HostWork
 from lazyjax.execution.pending import Pending, Task
 from lazyjax.execution.recorder import Recorder
@@ -163,15 +164,16 @@ class Walk:
         self._pending: dict[int, Pending] = {}
         self._to_free: dict[int, tuple[Place, ...]] = {}
         self._tokens: collections.deque[tuple[int, Pending]] = collections.deque()
-        self._not_issued = _by_host_resource(schedule)
-        self._ahead: set[int] = set()
+        self._host_order = HostOrder(
+            operation for operation in schedule.operations if operation.resource not in DEVICE_RESOURCES
+        )
         self._prepared = _prepared_once(schedule)
 
     def run(self, before: Callable[[Operation], None]) -> None:
         """Issues every operation, in order; `before` is called with each before it is issued."""
         for operation, waits in zip(self._schedule.operations, self._prepared.waits, strict=True):
             self._issue_ahead(operation.index)
-            if operation.index in self._ahead:
+            if operation.index in self._host_order.taken_ahead:
                 continue
             before(operation)
             for waited in waits.finish:
@@ -181,7 +183,7 @@ class Walk:
             if operation.resource in DEVICE_RESOURCES:
                 self._issue_on_device(operation)
             else:
-                self._not_issued[operation.resource].popleft()
+                self._host_order.take(operation)
                 self._issue_on_host(operation)
             self._note(operation)
 
@@ -196,26 +198,12 @@ class Walk:
             self._to_free[operation.index] = operation.frees
 
     def _issue_ahead(self, position: int) -> None:
-        """Issues deferred updates and moves of state whose turn in their queues has come.
-
-        Args:
-            position: all operations before this one have been issued.
-        """
+        """Issues deferred updates and moves of state whose turn in their queues has come."""
         if self._schedule.plan.update != "deferred":
             return  # the step has to decide first whether there are any
-        waiting = True
-        while waiting:
-            waiting = False
-            for queue in self._not_issued.values():
-                while queue and queue[0].action in STATE_ACTIONS and self._ready(queue[0], position):
-                    operation = queue.popleft()
-                    self._issue_on_host(operation)
-                    self._note(operation)
-                    self._ahead.add(operation.index)
-                    waiting = True
-
-    def _ready(self, operation: Operation, position: int) -> bool:
-        return all(waited < position or waited in self._ahead for waited in operation.waits)
+        for operation in self._host_order.ahead(position):
+            self._issue_on_host(operation)
+            self._note(operation)
 
     def finish(self, index: int) -> None:
         """Waits for an operation, then frees what it held."""
@@ -278,12 +266,3 @@ class Walk:
         if pending is not None:
             assert isinstance(pending, Task)
             self._pending[operation.index] = pending
-
-
-def _by_host_resource(schedule: Schedule) -> dict[Resource, collections.deque[Operation]]:
-    """The operations of each host queue in order."""
-    queues: dict[Resource, collections.deque[Operation]] = collections.defaultdict(collections.deque)
-    for operation in schedule.operations:
-        if operation.resource not in DEVICE_RESOURCES:
-            queues[operation.resource].append(operation)
-    return queues

@@ -80,15 +80,15 @@ def test_changes_lead_from_plans_to_other_plans(seed):
 def test_descent_fits_never_loses_and_comes_close_to_brute_force():
     """`experiments.benchmarks.planner_exactness` compares with brute force on 200 chains."""
     ratios = []
-    for seed in range(8):
-        problem = random_problem(seed, most_plans=100)
+    for seed in range(6):
+        problem = random_problem(seed, most_plans=60)
         force = best_by_force(problem)
         program = Program(problem)
         program.relax()
         plans = all_plans(program.model.choices, np.random.default_rng(seed), most=40)
         completed = program.model.choices.complete(plans)
         fitting = plans[program.replay.excess(completed) <= 0]
-        starts = [*fitting[:1], *plans[:2]]
+        starts = [*fitting[:1], plans[0]]
         for position, start in enumerate(starts):
             found = descend(program.replay, start, math.inf)
             if found is None:
@@ -107,7 +107,7 @@ def test_descent_fits_never_loses_and_comes_close_to_brute_force():
 def test_descent_brings_memory_within_capacity():
     """From the plan that keeps everything, on a machine that has room for half of it."""
     found = 0
-    for seed in range(15):
+    for seed in range(10):
         roomy = draw_roomy(np.random.default_rng(seed), most_blocks=5)
         choices = Choices(roomy)
         rows = memory_rows(roomy, choices)
@@ -118,7 +118,7 @@ def test_descent_brings_memory_within_capacity():
         replay = replay_of(dataclasses.replace(roomy, capacity=capacity))
         if replay.excess(replay.model.choices.complete(plans[richest][None]))[0] > 0:
             found += descend(replay, plans[richest], math.inf) is not None
-    assert found >= 9
+    assert found >= 6
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_descent_brings_memory_within_capacity():
 def test_plans_are_tidied_and_room_is_made_in_the_same_time(lower, measure):
     less = 0
     for seed in range(8):
-        problem = random_problem(seed, most_blocks=5, most_plans=None)
+        problem = random_problem(seed, most_blocks=4, most_plans=None)
         replay = replay_of(problem)
         model = replay.model
         plans = all_plans(model.choices, np.random.default_rng(seed), most=30)

@@ -100,7 +100,7 @@ def test_memory_rows_are_the_schedules_own_count_on_every_tier(seed):
 def test_by_layer_takes_nearly_the_same_time():
     """Layer by layer is an approximation where there are microbatches; how good a one is seen here."""
     ratios = []
-    for seed in range(60):
+    for seed in range(30):
         problem, _, plans = instance(seed)
         coarse = TimeModel(dataclasses.replace(problem, by_layer=True))
         for values in plans:

@@ -22,8 +22,9 @@ from lazyjax.planning.plan.baselines import BASELINES
 from lazyjax.planning.plan.document import PlanError, load_plan
 from lazyjax.planning.planner import search, service
 from lazyjax.planning.planner.feasibility import feasible, largest_batch
+from lazyjax.planning.planner.leanest import memory_shortfall
 from lazyjax.planning.planner.memory import memory_rows
-from lazyjax.planning.planner.milp import Program, memory_shortfall
+from lazyjax.planning.planner.milp import Program
 from lazyjax.planning.planner.question import (
     microbatch_counts,
     padding_share,

@@ -124,6 +124,11 @@ class Choices:
             raise PlanError("not open in this problem: a layer of a longer segment keeps something")
         return values
 
+    def plainest(self) -> Binaries:
+        """Every boundary kept on the device, nothing inside the layers."""
+        layers = tuple(LayerPlan(saved=dict(options[0])) for options in self.problem.saves)
+        return self.encode(self.settings.model_copy(update={"layers": layers}))
+
     def decode(self, values: Float64[np.ndarray, "binaries_or_more"], planner: str) -> Plan:
         """The plan of an assignment."""
         layers: list[dict[str, Any]] = [{} for _ in range(self.problem.head + 1)]

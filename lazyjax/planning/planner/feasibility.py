@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from lazyjax.planning.planner.milp import memory_shortfall
+from lazyjax.planning.planner.leanest import memory_shortfall
 from lazyjax.planning.planner.necessary import necessary_shortfall
 from lazyjax.planning.planner.problem import Problem
 from lazyjax.planning.planner.question import Request, microbatch_counts, problem_of, settings_of

@@ -129,7 +129,6 @@ class Request:
                 f"which {self.devices} devices cannot share equally"
             )
 
-
     def at(self, plan: Plan) -> Request:
         """The question with the plan's token chunk fixed."""
         if self.chunked is None:

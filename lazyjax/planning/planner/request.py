@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lazyjax.hardware.profile import HardwareProfile, dump_profile
@@ -66,32 +66,19 @@ def build_request(
 
     sizes, profile_costs = tables(template.token_chunk)
     is_open = costs is None and template.token_chunk is None
-    capacity = {
-        Tier.DEVICE: profile.device_bytes if device_bytes is None else device_bytes,
-        Tier.HOST: (profile.host_bytes if host_bytes is None else host_bytes) // devices,
-        Tier.NVME: (profile.nvme_bytes if nvme_bytes is None else nvme_bytes) // devices,
-    }
-    facts = {
-        "layers": [[layer.kind, *([t.name, *t.shape] for t in layer.parameters)] for layer in spec.layers],
-        "model": template.config.model_dump(mode="json"),
-        "profile": dump_profile(profile),
-        "costs": identity,
-        "words": [optimizer, compute_dtype, gradient_dtype, str(template.token_chunk)],
-        # Tells forms of attention apart.
-        "residuals": [list(kind.residual_names) for kind in template.kinds.values()],
-    }
+    words = [optimizer, compute_dtype, gradient_dtype, str(template.token_chunk)]
     return Request(
         spec=spec,
         rows=rows,
         sequence_length=sequence_length,
         sizes=sizes,
         costs=profile_costs if costs is None else costs,
-        capacity=capacity,
+        capacity=_capacity(profile, device_bytes, host_bytes, nvme_bytes),
         static_host_bytes=static_host_bytes(spec, gradient_dtype=gradient_dtype, devices=devices) // devices,
         token_chunk=template.token_chunk,
         chunked=tables if is_open else None,
         devices=devices,
-        identity=content_key(facts),
+        identity=_identity(template, profile, identity, words),
         made_for={
             "optimizer": optimizer,
             "compute_dtype": compute_dtype,
@@ -101,6 +88,32 @@ def build_request(
             "token_chunk": template.token_chunk,
         },
     )
+
+
+def _capacity(
+    profile: HardwareProfile, device_bytes: int | None, host_bytes: int | None, nvme_bytes: int | None
+) -> dict[Tier, int]:
+    """Bytes per device: the profile's, unless others are given."""
+    return {
+        Tier.DEVICE: profile.device_bytes if device_bytes is None else device_bytes,
+        Tier.HOST: (profile.host_bytes if host_bytes is None else host_bytes) // profile.devices,
+        Tier.NVME: (profile.nvme_bytes if nvme_bytes is None else nvme_bytes) // profile.devices,
+    }
+
+
+def _identity(template: ModelTemplate, profile: HardwareProfile, costs: str, words: Sequence[str]) -> str:
+    """A digest of the model, the machine and whatever else costs follow from."""
+    layers = [[layer.kind, *([t.name, *t.shape] for t in layer.parameters)] for layer in template.spec.layers]
+    facts = {
+        "layers": layers,
+        "model": template.config.model_dump(mode="json"),
+        "profile": dump_profile(profile),
+        "costs": costs,
+        "words": words,
+        # Tells forms of attention apart.
+        "residuals": [list(kind.residual_names) for kind in template.kinds.values()],
+    }
+    return content_key(facts)
 
 
 def _share(sizes: ModelSizes, devices: int) -> ModelSizes:

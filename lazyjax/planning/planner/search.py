@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from lazyjax.planning.plan.document import Plan, PlanError, Prediction
 from lazyjax.planning.planner.decisions.decision import Binaries
 from lazyjax.planning.planner.feasibility import finest_miss, nearest_miss
-from lazyjax.planning.planner.milp import Program, leanest_plan
+from lazyjax.planning.planner.leanest import leanest_plan
+from lazyjax.planning.planner.milp import Program
 from lazyjax.planning.planner.necessary import necessary_shortfall
 from lazyjax.planning.planner.question import Request, problem_of, settings_of
 from lazyjax.planning.planner.solver import shared_process

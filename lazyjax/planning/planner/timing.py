@@ -114,6 +114,13 @@ class TimeModel:
             operation.action, layer, saved, operation.accumulates, operation.last
         )
 
+    def least_seconds(self) -> float:
+        """What the busiest resource must do, whatever is decided."""
+        busy = dict.fromkeys(Resource, Affine())
+        for operation in self.operations:
+            busy[operation.resource] += operation.seconds
+        return max(total.constant + sum(min(0.0, c) for c in total.terms.values()) for total in busy.values())
+
     def period(self, binaries: Float64[np.ndarray, "binaries"]) -> float:
         """Steady-state period of an assignment, by replay.
 

@@ -47,40 +47,31 @@ class Chain(NamedTuple):
 
 def emit_activations(expansion: Expansion) -> None:
     """All chains of all microbatches."""
-    emitter = _Activations(expansion)
+    emitter = _Emitter(expansion)
     for microbatch in range(expansion.items):
         emitter.batch(microbatch)
-    for chain in emitter.chains():
+    for chain in _Chains(expansion).all():
         for microbatch in range(expansion.items):
             emitter.emit(chain, microbatch)
 
 
-class _Activations:
+class _Chains:
+    """Which tensors there are, under which condition, and which windows use them."""
+
     def __init__(self, expansion: Expansion) -> None:
-        self.e, self.space, self.windows = expansion, expansion.space, expansion.windows
-        self.head, self.microbatches = expansion.head, expansion.microbatches
+        self.space, self.windows, self.sizes = expansion.space, expansion.windows, expansion.sizes
+        self.head = expansion.head
         self.streaming = expansion.settings.interlayer_home == "host"
         #: Where a tensor waits between a layer and the next.
         self.between = Tier.HOST if self.streaming else Tier.DEVICE
-        # Bringing a tensor back that is only just leaving would save nothing.
-        self.soon = expansion.settings.reload_ahead + OFFLOAD_WINDOW_ITEMS
 
-    def batch(self, microbatch: int) -> None:
-        """Every layer reads it, and it is a thousandth of an activation: it stays."""
-        buffer = Buffer(BufferRole.BATCH, 0, microbatch)
-        target = self.windows.item(self.windows.order[0], microbatch)
-        reload = self._bring_up(0, target, None, microbatch)
-        self.e.add(reload.allocates, buffer, Tier.DEVICE, ALWAYS, self._represented)
-        last = self.e.compute(self.windows.item(self.windows.order[-1], microbatch))
-        self.e.add(last.frees, buffer, Tier.DEVICE, ALWAYS)
-
-    def chains(self) -> Iterator[Chain]:
+    def all(self) -> Iterator[Chain]:
         """One value each, of any microbatch."""
         for layer in range(1, self.head + 1):
             yield from self._gradient(layer)
             yield from self._input(layer)
             if layer < self.head:
-                for name in sorted(self.e.sizes.layers[layer].residual_bytes):
+                for name in sorted(self.sizes.layers[layer].residual_bytes):
                     yield from self._residual(layer, name)
 
     def _gradient(self, layer: int) -> Iterator[Chain]:
@@ -131,7 +122,25 @@ class _Activations:
         for home in (Tier.DEVICE, *(link.lower for link in LINKS)):
             yield Chain(buffer, uses, home, self.space.saved(layer, name, home), segment)
 
-    # The rule
+
+class _Emitter:
+    """The rule: where a tensor is between two uses, and how it gets there."""
+
+    def __init__(self, expansion: Expansion) -> None:
+        self.e, self.windows = expansion, expansion.windows
+        self.head, self.microbatches = expansion.head, expansion.microbatches
+        self.streaming = expansion.settings.interlayer_home == "host"
+        # Bringing a tensor back that is only just leaving would save nothing.
+        self.soon = expansion.settings.reload_ahead + OFFLOAD_WINDOW_ITEMS
+
+    def batch(self, microbatch: int) -> None:
+        """Every layer reads it, and it is a thousandth of an activation: it stays."""
+        buffer = Buffer(BufferRole.BATCH, 0, microbatch)
+        target = self.windows.item(self.windows.order[0], microbatch)
+        reload = self._bring_up(0, target, None, microbatch)
+        self.e.add(reload.allocates, buffer, Tier.DEVICE, ALWAYS, self._represented)
+        last = self.e.compute(self.windows.item(self.windows.order[-1], microbatch))
+        self.e.add(last.frees, buffer, Tier.DEVICE, ALWAYS)
 
     @property
     def _represented(self) -> int:
@@ -208,19 +217,11 @@ class _Activations:
 
     def _retire(self, copy: LiftedOperation, at: Item, chain: Chain, count: int) -> Item | None:
         """Makes the compute item `count` later wait for a copy; None where the step ends before."""
-        context = chain.segment if self._follows(at, chain.segment) else None
+        context = chain.segment if self.windows.follows(at.window, chain.segment) else None
         retiring = self.windows.item_after(at, self.e.lag(count), context)
         if retiring is not None:
             self.e.throttle(self.e.compute(retiring), copy, chain.condition)
         return retiring
-
-    def _follows(self, item: Item, segment: Segment | None) -> bool:
-        """Whether the segment is the one that an item belongs to, or comes right after its window."""
-        if segment is None:
-            return False
-        return item.window in self.windows.of(segment) or item.window == self.windows.backward_of(
-            segment.end + 1
-        )
 
     def _number(self, item: Item) -> int:
         return self.windows.number[item.window] * self.e.items + item.position

@@ -161,6 +161,12 @@ class Windows:
         window = self.after(item.window, windows, segment)
         return None if window is None else Item(window, position)
 
+    def follows(self, window: Window, segment: Segment | None) -> bool:
+        """Whether the segment is the one that a window belongs to, or comes right after the window."""
+        if segment is None:
+            return False
+        return window in self.of(segment) or window == self.backward_of(segment.end + 1)
+
     def windows_between(self, one: Window, other: Window, segment: Segment | None = None) -> int:
         """How many windows `other` comes after `one`.
 
