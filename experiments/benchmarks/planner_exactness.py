@@ -165,8 +165,12 @@ class MemoryComparison(NamedTuple):
     schedule_bytes: dict[Tier, int]
 
 
-def compare_memory(seed: int) -> MemoryComparison:
-    """Of one random plan, all of whose tensors may be on any tier."""
+def compare_memory(seed: int, *, only_state: bool = False) -> MemoryComparison:
+    """Of one random plan, all of whose tensors may be on any tier.
+
+    Args:
+        only_state: of what layers own, only optimizer state leaves the host.
+    """
     rng = np.random.default_rng(seed)
     problem = draw_roomy(rng, most_blocks=6)
     home: Literal["device", "host"] = "host" if seed // 9 % 2 else "device"
@@ -181,6 +185,8 @@ def compare_memory(seed: int) -> MemoryComparison:
         saves=tuple(save_options(own, tuple(Tier)) for own in sets), static_host_bytes=17,
         working_bytes=lambda action, layer, saved: 3 * layer + 5 * len(saved) + len(action.value) * count,
     )  # fmt: skip
+    if only_state:
+        problem = dataclasses.replace(problem, owned_sets=(frozenset(), frozenset([Part.STATE])))
     choices = Choices(problem)
     rows = memory_rows(problem, choices)
     values = all_plans(choices, rng, most=1)
