@@ -180,9 +180,11 @@ def compare_memory(seed: int, *, only_state: bool = False) -> MemoryComparison:
     )
     names = [tuple(layer.residual_bytes) for layer in problem.sizes.layers]
     sets = [[own[:size] for size in range(1, len(own) + 1)] for own in names]
+    sizes, parts = problem.sizes, set(Part) - {Part.STATE}
+    masters = sum(sizes.owned_bytes(layer, part) for layer in range(len(sizes.layers)) for part in parts)
     problem = dataclasses.replace(
         problem, settings=settings, boundary_homes=tuple(Tier), state_home=Tier.NVME,
-        saves=tuple(save_options(own, tuple(Tier)) for own in sets), static_host_bytes=17,
+        saves=tuple(save_options(own, tuple(Tier)) for own in sets), static_host_bytes=masters,
         working_bytes=lambda action, layer, saved: 3 * layer + 5 * len(saved) + len(action.value) * count,
     )  # fmt: skip
     if only_state:
@@ -211,7 +213,7 @@ def memory_table(first_seed: int, plans: int) -> str:
         for kind in {
             *(f"boundary on {layer.boundary.value}" for layer in one.plan.layers[1:-1]),
             *(f"residual on {tier.value}" for layer in one.plan.layers for tier in layer.saved.values()),
-            *(f"state on {layer.state}" for layer in one.plan.layers),
+            *(f"{part.value} on nvme" for layer in one.plan.layers for part in layer.on_nvme),
         }
     )
     return (
