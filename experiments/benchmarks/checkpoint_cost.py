@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.benchmarks.gpu_check import random_batch, random_store
+from experiments.benchmarks.gpu_models import random_batch, random_store
 from experiments.benchmarks.provenance import provenance
 from lazyjax.config import CheckpointsConfig
 from lazyjax.execution.build import executor_of

@@ -1,21 +1,22 @@
-"""Whether a device behaves as the design assumes: links, overlap, gradients, and one streamed step.
+"""Whether a device behaves as the design assumes: links, limits, gradients, kernels, and streamed steps.
 
-    python -m experiments.benchmarks.gpu_check [--sections transfers overlap parity step] [--output FOLDER]
+    python -m experiments.benchmarks.gpu_check [--seconds 540] [--sections paths parity ...] [--output FOLDER]
 
-Runs on a GPU, and shrunk on a CPU, where the link is host memory and only the code is checked.
-Sections are independent: one that fails is reported and the others still run; the exit code is
-then 1. Writes `gpu_check.json` and `gpu_check.md`. About a minute on two cores; on a GPU about
-ten, and 75 GB of host memory for the 7B model of the section `step`.
+Runs on a GPU, and shrunk on a CPU, where the link is host memory and only the code is checked. Sections are
+independent: one that fails is reported and the others still run; the exit code is then 1. The time is kept
+to: what would begin after it is skipped and named, and the section `steps` ends with the plan that it is at.
+`gpu_check.json` and `gpu_check.md` are written after every section, so that a run that is cut short leaves
+what it has; `machine` adds `profile.yaml`. About a minute on two cores; on a GPU nine minutes, and 75 GB of
+host memory for the 7B model of `steps`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import json
+import os
 import pathlib
-import statistics
 import sys
 import time
 import traceback
@@ -26,57 +27,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.benchmarks import gpu_sections
+from experiments.benchmarks.gpu_models import Rows, Sizes, random_batch, sizes, tiny_template
 from experiments.benchmarks.provenance import provenance
 from lazyjax.batch import Batch
 from lazyjax.execution.build import build_executor
 from lazyjax.execution.executor import Executor
-from lazyjax.hardware.measure import (
-    MeasureOptions,
-    aligned_bytes,
-    device_label,
-    matmul_flops_per_second,
-    measure_profile,
-    median_seconds,
-)
-from lazyjax.models.architecture import Qwen2Architecture, Qwen3Architecture, Qwen35Architecture, Rope
-from lazyjax.models.registry import architecture, build_template
+from lazyjax.hardware.measure import aligned_bytes, device_label, median_seconds
+from lazyjax.hardware.profile import dump_profile
+from lazyjax.hardware.runtime import set_runtime
 from lazyjax.models.template import Context, ModelTemplate
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.make import make_host_optimizer
-from lazyjax.planning.costs.probes import block_shapes, update_probe
-from lazyjax.planning.costs.seconds import model_flops, template_costs
 from lazyjax.planning.plan.baselines import recompute_all
 from lazyjax.planning.plan.document import Boundary, LayerPlan, Plan
-from lazyjax.planning.program.schedule import build_schedule
-from lazyjax.planning.program.simulate import simulate
 from lazyjax.specs import Tier
 from lazyjax.storage.host import HostStore, allocate_host_store
 
-Rows = list[dict[str, Any]]
-MIB = 2**20
 #: Norm of the difference over norm of the gradient, per tensor, in float32. A delta net's decays are
 #: differences of nearly equal numbers, which costs two digits in either program.
 MOST_GRADIENT_ERROR = 1e-4
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """How large the checks are on the device at hand."""
-
-    transfer_bytes: int
-    overlap_layers: int
-    step_rows: int
-    step_tokens: int
-    step_microbatches: int
-    repeats: int
-    families: tuple[str, ...]
-
-
-def sizes() -> Sizes:
-    """Full on an accelerator, shrunk on a CPU."""
-    if jax.default_backend() == "cpu":
-        return Sizes(16 * MIB, 4, 8, 64, 2, 3, ("qwen2",))
-    return Sizes(512 * MIB, 12, 32, 1024, 4, 5, ("qwen2", "qwen3", "qwen3_5"))
 
 
 def transfers(size: Sizes) -> Rows:
@@ -246,58 +216,6 @@ def _whole_model(template: ModelTemplate, batch: Batch) -> Callable[[Any], jax.A
     return loss
 
 
-def step(size: Sizes) -> Rows:
-    """A streamed step of a Qwen2.5-7B-shaped model with random weights, beside its bound and prediction."""
-    on_cpu = jax.default_backend() == "cpu"
-    dtype = "float32" if on_cpu else "bfloat16"
-    template = build_template(shrunk_7b() if on_cpu else architecture("Qwen2.5-7B"))
-    optimizer = make_host_optimizer("hybrid8bit")
-    store = random_store(template)
-    batch = random_batch(size.step_rows, size.step_tokens, template.spec.vocabulary_size)
-    shapes = block_shapes(template, size.step_rows * size.step_tokens // size.step_microbatches)
-    rate = matmul_flops_per_second(shapes, dtype, size.repeats)
-    options = MeasureOptions(
-        shapes, dtype, transfer_bytes=size.transfer_bytes, update_elements=8 * MIB, repeats=size.repeats
-    )
-    profile = measure_profile("here", options, {optimizer.name: update_probe(optimizer.name)})
-    costs = template_costs(
-        template, profile, rows=size.step_rows // size.step_microbatches, sequence_length=size.step_tokens,
-        optimizer=optimizer, compute_dtype=dtype,
-    )  # fmt: skip
-    flops_per_step = model_flops(template.spec, batch.rows, batch.sequence_length)
-    rows: Rows = []
-    for plan in (_recompute(template, batch, size.step_microbatches), _mlp_on_host(template, batch, size)):
-        executor = _executor(template, plan, store, dtype)
-        results = [executor.train_step(batch, 1e-5) for _ in range(2 + size.repeats)][2:]
-        executor.close()
-        seconds = statistics.median(result.seconds for result in results)
-        schedule = build_schedule(plan, costs.sizes)
-        flops = costs.executed_flops(schedule)
-        rows.append(
-            {
-                "plan": plan.planner,
-                "parameters": template.spec.parameter_count,
-                "rows_tokens_microbatches": [size.step_rows, size.step_tokens, size.step_microbatches],
-                "step_seconds": seconds,
-                "model_TFLOPS": flops_per_step / seconds / 1e12,
-                "executed_TFLOPS": flops / seconds / 1e12,
-                "matmul_TFLOPS": rate / 1e12,
-                "step_over_matmul_bound": seconds / (flops / rate),
-                "simulated_seconds": simulate(schedule, costs.operation_seconds).period_seconds,
-                "peak_device_bytes_counted": max(result.peak_device_bytes for result in results),
-                "peak_device_bytes_allocator": _allocator_peak(),
-                "loss": results[-1].loss,
-            }
-        )
-    return rows
-
-
-def _allocator_peak() -> int | None:
-    """Peak of the device's allocator in this process; None where it does not count (CPU)."""
-    stats = jax.devices()[0].memory_stats()
-    return int(stats["peak_bytes_in_use"]) if stats else None
-
-
 def _recompute(template: ModelTemplate, batch: Batch, microbatches: int) -> Plan:
     return recompute_all(
         template.spec, [], rows=batch.rows, sequence_length=batch.sequence_length, microbatches=microbatches
@@ -307,15 +225,6 @@ def _recompute(template: ModelTemplate, batch: Batch, microbatches: int) -> Plan
 def _everything_on_host(template: ModelTemplate, batch: Batch, microbatches: int) -> Plan:
     """All boundaries and residuals leave the device: every path of the executor is used."""
     return _host_plan(template, batch, microbatches, lambda names: names, "everything_on_host")
-
-
-def _mlp_on_host(template: ModelTemplate, batch: Batch, size: Sizes) -> Plan:
-    """The two tensors that save most recomputation, and the boundaries, on the host."""
-
-    def choose(names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(name for name in names if name in ("gate", "up"))
-
-    return _host_plan(template, batch, size.step_microbatches, choose, "mlp_on_host")
 
 
 def _host_plan(
@@ -342,91 +251,37 @@ def _executor(template: ModelTemplate, plan: Plan, store: HostStore, dtype: str)
     return build_executor(template, plan, store, optimizer, compute_dtype=dtype, clip=ClipRule())
 
 
-def random_batch(rows: int, tokens: int, vocabulary: int) -> Batch:
-    """Full rows of random tokens, every one a target."""
-    rng = np.random.default_rng(0)
-    shape = (rows, tokens)
-    return Batch(
-        tokens_BT=rng.integers(0, vocabulary, shape, dtype=np.int32),
-        targets_BT=rng.integers(0, vocabulary, shape, dtype=np.int32),
-        loss_mask_BT=np.ones(shape, np.bool_),
-        segment_ids_BT=np.ones(shape, np.int32),
-        positions_BT=np.tile(np.arange(tokens, dtype=np.int32), (rows, 1)),
-    )
-
-
-def random_store(template: ModelTemplate, *, gradient_dtype: str = "bfloat16") -> HostStore:
-    """Host slabs with initial values, equal for all layers of a kind, so that 7B is filled quickly."""
-    store = allocate_host_store(template.spec, gradient_dtype=gradient_dtype)
-    filled: dict[str, int] = {}
-    for index, (slabs, layer) in enumerate(zip(store.layers, template.spec.layers, strict=True)):
-        if layer.kind in filled:
-            first = store.layers[filled[layer.kind]]
-            slabs.hi[:], slabs.lo[:] = first.hi, first.lo
-            continue
-        filled[layer.kind] = index
-        for spec, value in zip(
-            layer.parameters, template.kind(index).initialize(jax.random.key(index)), strict=True
-        ):
-            slabs.set_master(spec.name, np.asarray(value))
-    return store
-
-
-def shrunk_7b() -> Qwen2Architecture:
-    """Qwen2.5-7B with an eighth of its width, a seventh of its depth and few words."""
-    return Qwen2Architecture(
-        name="Qwen2.5-7B-shrunk", vocab_size=8192, hidden_size=448, intermediate_size=2368,
-        num_hidden_layers=4, num_attention_heads=7, num_key_value_heads=1, head_dim=64, rms_norm_eps=1e-6,
-        tie_word_embeddings=False, rope=Rope(theta=1e6), qkv_bias=True,
-    )  # fmt: skip
-
-
-def tiny_template(family: str) -> ModelTemplate:
-    """A narrow model of four blocks."""
-    common: dict[str, Any] = dict(
-        name=f"gpu-check-{family}", vocab_size=128, hidden_size=64, intermediate_size=96,
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    match family:
-        case "qwen2":
-            return build_template(Qwen2Architecture(**common, rope=Rope(theta=1e4), qkv_bias=True))
-        case "qwen3":
-            return build_template(Qwen3Architecture(**common, rope=Rope(theta=1e4)))
-        case _:
-            return build_template(
-                Qwen35Architecture(
-                    **common,
-                    rope=Rope(theta=1e4, partial_rotary_factor=0.5),
-                    layer_types=("linear_attention",) * 3 + ("full_attention",),
-                    linear_conv_kernel_dim=4,
-                    linear_num_key_heads=2,
-                    linear_num_value_heads=4,
-                    linear_key_head_dim=16,
-                    linear_value_head_dim=16,
-                )
-            )
-
-
+#: In this order: what is cheap and decides the rest comes first.
 SECTIONS: dict[str, Callable[[Sizes], Rows]] = {
+    "paths": gpu_sections.paths,
     "transfers": transfers,
     "overlap": overlap,
     "parity": parity,
-    "step": step,
+    "attention": gpu_sections.attention,
+    "machine": gpu_sections.machine,
+    "steps": gpu_sections.steps,
+    "limits": gpu_sections.limits,
 }
 
+Report = dict[str, dict[str, Any]]
 
-def run_sections(names: list[str]) -> dict[str, dict[str, Any]]:
-    """Each section's rows, or its error with the traceback."""
-    report: dict[str, dict[str, Any]] = {}
+
+def run_sections(names: list[str], deadline: float, written: Callable[[Report], None]) -> Report:
+    """Each section's rows, or its error with the traceback; `written` gets the report after each."""
+    report: Report = {}
     for name in names:
         start = time.perf_counter()
-        try:
-            found: dict[str, Any] = {"rows": SECTIONS[name](sizes())}
-        except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        size = sizes(deadline)
+        if size.over():
+            found: dict[str, Any] = {"skipped": "the time was over"}
+        else:
+            try:
+                found = {"rows": SECTIONS[name](size)}
+            except Exception as error:
+                found = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         report[name] = {**found, "seconds": time.perf_counter() - start}
         print(_section_text(name, report[name]), flush=True)
+        written(report)
         gc.collect()
     return report
 
@@ -435,6 +290,8 @@ def _section_text(name: str, section: dict[str, Any]) -> str:
     lines = [f"## {name} ({section['seconds']:.0f} s)", ""]
     if "error" in section:
         return "\n".join([*lines, "FAILED", "", "```", section["traceback"].rstrip(), "```", ""])
+    if "skipped" in section:
+        return "\n".join([*lines, f"skipped: {section['skipped']}", ""])
     keys = list(dict.fromkeys(key for row in section["rows"] for key in row))
     lines += ["| " + " | ".join(keys) + " |", "|" + "---|" * len(keys)]
     for row in section["rows"]:
@@ -451,17 +308,28 @@ def main() -> int:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--seconds", type=float, default=540.0, help="after which nothing new is begun")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("results"))
     options = parser.parse_args()
+    deadline = time.monotonic() + options.seconds
+    set_runtime(os.environ)
     label = f"Device: {device_label(jax.devices()[0])}. {provenance()}"
     header = f"# Device check\n\n{label} JAX {jax.__version__}, backend {jax.default_backend()}.\n"
     print(header, flush=True)
-    report = run_sections(options.sections)
     options.output.mkdir(parents=True, exist_ok=True)
-    document = {"label": label, "jax": jax.__version__, "backend": jax.default_backend(), "sections": report}
-    (options.output / "gpu_check.json").write_text(json.dumps(document, indent=1) + "\n")
-    texts = [_section_text(name, section) for name, section in report.items()]
-    (options.output / "gpu_check.md").write_text("\n".join([header, *texts]))
+
+    def write(report: Report) -> None:
+        document = {
+            "label": label, "jax": jax.__version__, "backend": jax.default_backend(), "sections": report
+        }  # fmt: skip
+        (options.output / "gpu_check.json").write_text(json.dumps(document, indent=1) + "\n")
+        texts = [_section_text(name, section) for name, section in report.items()]
+        (options.output / "gpu_check.md").write_text("\n".join([header, *texts]))
+
+    report = run_sections(options.sections, deadline, write)
+    if "machine" in report and "rows" in report["machine"]:
+        text = dump_profile(gpu_sections.profile_of(sizes()))
+        (options.output / "profile.yaml").write_text(text)
     return 1 if any("error" in section for section in report.values()) else 0
 
 

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.benchmarks.gpu_check import random_batch, random_store
+from experiments.benchmarks.gpu_models import random_batch, random_store
 from experiments.benchmarks.provenance import provenance
 from lazyjax.execution.build import executor_of
 from lazyjax.execution.calibrate import calibrate, kernels_of

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import jax
 
-from experiments.benchmarks.gpu_check import random_batch, random_store
+from experiments.benchmarks.gpu_models import random_batch, random_store
 from experiments.benchmarks.provenance import provenance
 from lazyjax.batch import Batch
 from lazyjax.execution.build import executor_of

@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from lazyjax.models.architecture import Architecture
 from lazyjax.models.attention import ATTENTIONS, FUSED
 
 OURS = "blockwise"
+#: All that `model.attention` may name.
+FORMS_TO_TRY = tuple(ATTENTIONS)
 #: Largest relative error of outputs and gradients, in bfloat16, that passes for rounding.
 _BFLOAT16_ERROR = 0.02
 _FLOAT32_ERROR = 1e-3
@@ -121,6 +124,18 @@ def fastest_right(shape: Shape, candidates: Mapping[str, Form]) -> AttentionChoi
     return AttentionChoice(best, reason, seconds)
 
 
+def timed_form(name: str, shape: Shape) -> tuple[float, int]:
+    """Seconds of forward and backward of one form, and bytes of its program's temporary buffers.
+
+    Raises:
+        Exception: whatever a form that is missing here raises.
+    """
+    arguments = _inputs(shape)
+    _, seconds = _run(ATTENTIONS[name], shape, arguments)
+    analysis = _both(ATTENTIONS[name], shape).lower(*arguments).compile().memory_analysis()
+    return seconds, int(analysis.temp_size_in_bytes) if analysis is not None else 0
+
+
 def _inputs(shape: Shape) -> tuple[Array, ...]:
     heads = (shape.query_heads, shape.key_value_heads, shape.key_value_heads, shape.query_heads)
     return tuple(
@@ -129,10 +144,14 @@ def _inputs(shape: Shape) -> tuple[Array, ...]:
     )
 
 
-def _run(form: Form, shape: Shape, arguments: tuple[Array, ...]) -> tuple[tuple[Array, ...], float]:
-    """Output and gradients, and the seconds that they take."""
-    # The last eighth of every row is padding, which no form has to get right.
-    real = shape.tokens - shape.tokens // 8
+def _real_tokens(shape: Shape) -> int:
+    """The last eighth of every row is padding, which no form has to get right."""
+    return shape.tokens - shape.tokens // 8
+
+
+def _both(form: Form, shape: Shape) -> Any:
+    """Both passes, compiled at the first call."""
+    real = _real_tokens(shape)
     segments_BT = jnp.broadcast_to(
         (jnp.arange(shape.tokens) < real).astype(jnp.int32), (shape.rows, shape.tokens)
     )
@@ -143,8 +162,14 @@ def _run(form: Form, shape: Shape, arguments: tuple[Array, ...]) -> tuple[tuple[
         out, pullback = jax.vjp(lambda q, k, v: form(q, k, v, segments_BT, scale), q, k, v)
         return out[:, :real], *(part[:, :real] for part in pullback(gradient))
 
+    return both
+
+
+def _run(form: Form, shape: Shape, arguments: tuple[Array, ...]) -> tuple[tuple[Array, ...], float]:
+    """Output and gradients, and the seconds that they take."""
+    both = _both(form, shape)
     q, k, v, gradient = arguments
-    gradient = gradient.at[:, real:].set(0)
+    gradient = gradient.at[:, _real_tokens(shape) :].set(0)
     found = jax.block_until_ready(both(q, k, v, gradient))
     start = time.perf_counter()
     for _ in range(_REPEATS):

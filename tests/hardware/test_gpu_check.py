@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from experiments.benchmarks import gpu_check
+from experiments.benchmarks import gpu_check, gpu_sections
 
 MIB = 2**20
 SMALL = gpu_check.Sizes(
@@ -25,6 +25,7 @@ def test_a_failing_section_is_reported_and_the_others_run(
 
     sections = {"broken": broken, "works": lambda size: [{"figure": 1.5}, {"other": "x"}]}
     monkeypatch.setattr(gpu_check, "SECTIONS", sections)
+    monkeypatch.setattr(gpu_check, "set_runtime", lambda environment: None)
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--output", str(tmp_path)])
     assert gpu_check.main() == 1
     report = json.loads((tmp_path / "gpu_check.json").read_text())
@@ -35,6 +36,54 @@ def test_a_failing_section_is_reported_and_the_others_run(
     assert "FAILED" in text
     assert report["label"] in capsys.readouterr().out
     assert "commit" in report["label"]
+
+
+def test_the_time_is_kept_and_what_is_there_is_written_after_every_section(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    seen = []
+
+    def first(size: gpu_check.Sizes) -> gpu_check.Rows:
+        clock[0] = size.deadline
+        return [{"figure": 1}]
+
+    def never(size: gpu_check.Sizes) -> gpu_check.Rows:
+        seen.append(json.loads((tmp_path / "gpu_check.json").read_text()))
+        raise AssertionError("the time was over")
+
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(gpu_check, "SECTIONS", {"first": first, "second": never})
+    monkeypatch.setattr(gpu_check, "set_runtime", lambda environment: None)
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--output", str(tmp_path), "--seconds", "5"])
+    assert gpu_check.main() == 0
+    report = json.loads((tmp_path / "gpu_check.json").read_text())["sections"]
+    assert report["first"]["rows"] == [{"figure": 1}]
+    assert report["second"]["skipped"] == "the time was over"
+    assert not seen
+
+
+def test_ways_limits_and_attention_in_small() -> None:
+    ways = {row["way"]: row for row in gpu_sections.paths(SMALL)}
+    assert {"pageable", "ring"} <= ways.keys()
+    limits = {row["limit"]: row for row in gpu_sections.limits(SMALL)}
+    pinned = limits["pinned host memory"]
+    assert pinned["reached"] == pinned["value"]
+    forms = {row["form"]: row for row in gpu_sections.attention(SMALL)}
+    assert forms["blockwise"]["seconds"] > 0
+    assert forms["dense"]["seconds"] > 0
+    assert "note" in forms["cudnn"]
+
+
+@pytest.mark.slow
+def test_steps_of_every_plan_are_predicted_and_measured() -> None:
+    rows = gpu_sections.steps(SMALL)
+    assert {row["plan"] for row in rows} == {"lazyjax", "megatrain", "lazytrain"}
+    for row in rows:
+        assert "note" not in row, row
+        assert row["predicted_seconds"] > 0
+        assert row["measured_seconds"] > 0
+        assert row["counted_device_GB"] <= 1.02 * row["predicted_device_GB"]
 
 
 def test_every_way_between_host_and_device_is_timed() -> None:
