@@ -108,8 +108,8 @@ class LayerSlabs:
 class LayerOnDrive:
     """A layer of which something lives on NVMe, for everything but training steps.
 
-    What is asked for is read; one layer of a store is held at a time. Arrays cannot be written to, and hold
-    until another layer is asked for; `set_master` changes the layer.
+    What is asked for is read; one layer of a store is held at a time. Arrays are copies that cannot be
+    written to; `set_master` changes the layer.
     """
 
     def __init__(self, store: HostStore, index: int) -> None:
@@ -119,17 +119,17 @@ class LayerOnDrive:
     @property
     def hi(self) -> np.ndarray:
         """As in `LayerSlabs`."""
-        return _read_only(self._store.held(self._index, Part.HI))
+        return _frozen(self._store.held(self._index, Part.HI))
 
     @property
     def lo(self) -> np.ndarray:
         """As in `LayerSlabs`."""
-        return _read_only(self._store.held(self._index, Part.LO))
+        return _frozen(self._store.held(self._index, Part.LO))
 
     @property
     def gradient(self) -> np.ndarray:
         """As in `LayerSlabs`."""
-        return _read_only(self._store.held(self._index, Part.GRADIENT))
+        return _frozen(self._store.held(self._index, Part.GRADIENT))
 
     def master(self, segment_name: str) -> np.ndarray:
         """As `LayerSlabs.master`."""
@@ -151,10 +151,10 @@ class LayerOnDrive:
         return LayerSlabs(self.layout, hi, lo, np.empty(0, np.float32))
 
 
-def _read_only(array: np.ndarray) -> np.ndarray:
-    view = array.view()
-    view.flags.writeable = False
-    return view
+def _frozen(array: np.ndarray) -> np.ndarray:
+    copy = array.copy()
+    copy.flags.writeable = False
+    return copy
 
 
 class HostStore:

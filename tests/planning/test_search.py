@@ -73,20 +73,23 @@ def folder(request_, found, tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("share", [0.9, 0.5, 0.25])
-def test_what_the_host_has_no_room_for_goes_to_nvme(request_, share):
-    """As far as it must: state first, the high half of the master weights last."""
-    state = sum(layer.state_bytes for layer in request_.sizes(1).layers)
-    host = int(share * (request_.static_host_bytes + state))
-    capacity = {**request_.capacity, Tier.HOST: host, Tier.NVME: 2 * (request_.static_host_bytes + state)}
-    request = dataclasses.replace(request_, capacity=capacity, microbatches=1)
-    found = find_plan(request, time_limit_seconds=LIMIT)
-    assert found.plan is not None, found.shortfall_bytes
-    verify_for(request, found.plan)
-    counts = [sum(part in layer.on_nvme for layer in found.plan.layers) for part in Part]
-    assert counts == sorted(counts, reverse=True)
-    assert counts[0] > 0
-    assert (counts[-1] > 0) == (share < 0.5)
+def test_the_scarcer_the_host_the_more_may_go_to_nvme():
+    """What there is plenty of room for stays; with all of it there, copies of a few layers are left."""
+    roomy = build_request(
+        template("qwen2", tied=False, blocks=24), load_profile("rtx3090"), rows=1, sequence_length=TOKENS
+    )
+    owned = roomy.static_host_bytes + sum(layer.state_bytes for layer in roomy.sizes(1).layers)
+    largest = []
+    for share in (2.5, 1.5, 0.4):
+        capacity = {**roomy.capacity, Tier.HOST: int(share * owned), Tier.NVME: 2 * owned}
+        request = dataclasses.replace(roomy, capacity=capacity)
+        problem = problem_of(request, settings_of(request)[0])
+        largest.append(problem.owned_sets[-1])
+    assert largest == [{Part.STATE}, set(Part) - {Part.HI}, set(Part)]
+    plan = plan_of(roomy, "recompute_all").model_copy(update={"rows": 1})
+    below = plan.model_copy(update={"layers": tuple(layer.with_on_nvme(set(Part)) for layer in plan.layers)})
+    assert predict(request, plan).peak_bytes["host"] >= owned
+    verify_for(request, below)
 
 
 def test_a_request_can_fix_what_lives_on_nvme(request_):

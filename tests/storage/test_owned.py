@@ -51,6 +51,10 @@ def test_weights_are_what_was_put_in_wherever_they_live(tmp_path, parts):
             np.testing.assert_array_equal(copy.master("w"), value)
         with pytest.raises(ValueError, match="read-only"):
             slabs.hi[0] = 1
+    # What was read stays what it was when other layers are.
+    read = [slabs.hi for slabs in store.layers]
+    for hi, slabs in zip(read, store.layers, strict=True):
+        np.testing.assert_array_equal(hi, slabs.hi)
     drive.close()
     assert not list(tmp_path.iterdir())
 
