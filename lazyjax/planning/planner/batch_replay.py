@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float64
 
 from lazyjax.planning.planner.affine import Number
 from lazyjax.planning.planner.memory import MemoryRows, usable_bytes
-from lazyjax.planning.planner.timing import TimeModel
+from lazyjax.planning.planner.timing import TimeModel, Wait
 from lazyjax.planning.program.conditions import ALWAYS, Condition
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
@@ -25,6 +25,9 @@ from lazyjax.timeline import Resource
 _ACCURACY = 1e-10
 #: Weight of all exceeded rows together beside the worst one, so that every improvement shows.
 _SUM_WEIGHT = 1e-3
+
+#: Assignments that differ in less than one part in so many are multiplied by their differences.
+_SPARSE = 8
 
 _COMPUTING = (Resource.COMPUTE, Resource.CPU)
 
@@ -47,6 +50,19 @@ class Periods(NamedTuple):
     end: Float64[np.ndarray, "operations batch"]
 
 
+#: Per condition of a wait: 0 where it applies and minus infinity elsewhere; None if it applies nowhere.
+Absent = dict[Condition, PerAssignment | None]
+
+
+class _Replayed(NamedTuple):
+    """An operation of a replay, with the waits that apply to some of the assignments."""
+
+    number: int
+    resource: Resource
+    waits: list[tuple[int, PerAssignment | None]]
+    waits_previous: list[tuple[int, PerAssignment | None]]
+
+
 class BatchReplay:
     """Evaluates assignments of a problem's decisions.
 
@@ -64,6 +80,11 @@ class BatchReplay:
         self._share, self._share_constant = self._bytes @ weights, self._bytes_constant @ weights
         self._seconds = _matrix([operation.seconds.terms for operation in operations], size)
         self._seconds_constant = np.array([operation.seconds.constant for operation in operations])
+        waits = [wait for o in operations for wait in (*o.binding, *o.waits_previous)]
+        conditional = dict.fromkeys(condition for _, condition in waits if condition != ALWAYS)
+        self._number = {condition: number for number, condition in enumerate(conditional)}
+        self._conditions = _matrix([condition.terms() for condition in conditional], size)
+        self._conditions_constant = np.array([float(condition.constant) for condition in conditional])
         # What no plan needs has no pace of its own.
         self._everywhere = [o.index for o in operations if ALWAYS in o.exists]
         moves = np.array([operation.resource not in _COMPUTING for operation in operations], float)
@@ -98,68 +119,73 @@ class BatchReplay:
         """
         durations = np.ascontiguousarray((_product(values, self._seconds) + self._seconds_constant).T)
         absent = self._absent_waits(values)
+        replayed = [
+            _Replayed(o.index, o.resource, _held(o.binding, absent), _held(o.waits_previous, absent))
+            for o in self.model.operations
+        ]
         if before is None:
-            end = self._step(durations, absent, None)
+            end = self._step(durations, replayed, None)
         else:
             end = np.repeat(before[:, None], len(values), axis=1)
         for _ in range(steps - 1):
-            last, end = end, self._step(durations, absent, end)
+            last, end = end, self._step(durations, replayed, end)
         advances = end - last
         low, high = advances[self._everywhere].min(axis=0), advances.max(axis=0)
         return Periods(high, np.asarray(high - low <= _ACCURACY * high), end)
 
-    def _absent_waits(self, values: Completed) -> dict[Condition, PerAssignment | None]:
-        """Per condition of a wait: 0 where it applies and minus infinity elsewhere; None if nowhere."""
-        absent: dict[Condition, PerAssignment | None] = {}
-        for operation in self.model.operations:
-            for _, condition in (*operation.binding, *operation.waits_previous):
-                if condition != ALWAYS and condition not in absent:
-                    applies = condition.value(values) > 0.5
-                    absent[condition] = np.where(applies, 0.0, -np.inf) if applies.any() else None
-        return absent
+    def _absent_waits(self, values: Completed) -> Absent:
+        """By condition, for these assignments."""
+        applies = (_product(values, self._conditions) + self._conditions_constant).T > 0.5
+        offsets = np.where(applies, 0.0, -np.inf)
+        anywhere = applies.any(axis=1)
+        return {c: offsets[number] if anywhere[number] else None for c, number in self._number.items()}
 
+    @staticmethod
     def _step(
-        self,
         durations: Float64[np.ndarray, "operations batch"],
-        absent: dict[Condition, PerAssignment | None],
+        steps: Sequence[_Replayed],
         previous: Float64[np.ndarray, "operations batch"] | None,
     ) -> Float64[np.ndarray, "operations batch"]:
-        operations = self.model.operations
         free: dict[Resource, PerAssignment] = {}
         if previous is not None:
-            for operation in operations:
-                free[operation.resource] = previous[operation.index]
+            for index, resource, _, _ in steps:
+                free[resource] = previous[index]
         end = np.empty_like(durations)
-
-        def delay(moment: PerAssignment, waited: PerAssignment, condition: Condition) -> None:
-            if condition == ALWAYS:
-                np.maximum(moment, waited, out=moment)
-                return
-            offsets = absent[condition]
-            if offsets is not None:
-                np.maximum(moment, waited + offsets, out=moment)
-
-        for operation in operations:
-            moment = end[operation.index]
-            moment[:] = free[operation.resource] if operation.resource in free else 0.0
-            for wait, condition in operation.binding:
-                delay(moment, end[wait], condition)
+        for index, resource, waits, waits_previous in steps:
+            moment = end[index]
+            moment[:] = free[resource] if resource in free else 0.0
+            for wait, offsets in waits:
+                np.maximum(moment, end[wait] if offsets is None else end[wait] + offsets, out=moment)
             if previous is not None:
-                for wait, condition in operation.waits_previous:
-                    delay(moment, previous[wait], condition)
-            moment += durations[operation.index]
-            free[operation.resource] = moment
+                for wait, offsets in waits_previous:
+                    waited = previous[wait]
+                    np.maximum(moment, waited if offsets is None else waited + offsets, out=moment)
+            moment += durations[index]
+            free[resource] = moment
         return end
+
+
+def _held(waits: Sequence[Wait], absent: Absent) -> list[tuple[int, PerAssignment | None]]:
+    """Waits that apply to some assignment, with what takes them out of the others; None where to all."""
+    held: list[tuple[int, PerAssignment | None]] = []
+    for wait, condition in waits:
+        if condition == ALWAYS:
+            held.append((wait, None))
+        elif (offsets := absent[condition]) is not None:
+            held.append((wait, offsets))
+    return held
 
 
 def _product(
     values: Completed, matrix: Float64[np.ndarray, "variables columns"]
 ) -> Float64[np.ndarray, "batch columns"]:
-    """values @ matrix, for assignments that are all close to the first."""
-    differing = np.flatnonzero((values != values[0]).any(axis=0))
-    if 2 * len(differing) > len(values[0]):
+    """values @ matrix; fast where most assignments differ from the first in a few decisions."""
+    rows, columns = np.nonzero(values != values[0])
+    if _SPARSE * len(rows) > values.size:
         return np.asarray(values @ matrix)
-    changed = scipy.sparse.csr_array(values - values[0])
+    ends = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(values)))])
+    differences = values[rows, columns] - values[0, columns]
+    changed = scipy.sparse.csr_array((differences, columns, ends), shape=values.shape)
     return np.asarray(changed @ matrix + values[0] @ matrix)
 
 
