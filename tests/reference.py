@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from lazyjax.batch import Batch
 from lazyjax.models.backend import traces_for_cpu
-from lazyjax.models.template import Context, LayerKind, ModelTemplate
+from lazyjax.models.template import Context, ModelTemplate
 
 #: Per layer, the layer's parameters in flat order.
 Parameters = list[tuple[Array, ...]]
@@ -31,24 +31,19 @@ def random_parameters(template: ModelTemplate, seed: int, noise: float = 0.05) -
     within a token or two, and the gradient of a decay is then a difference of nearly equal numbers
     that float32 cannot give to five digits, in the oracle no more than elsewhere.
     """
-    layers = range(len(template.spec.layers))
-    return [_layer(template.kind(index), noise)(jax.random.key(seed), index) for index in layers]
-
-
-@functools.cache
-def _layer(kind: LayerKind, noise: float) -> Callable[[Array, int], tuple[Array, ...]]:
-    """Random parameters of one layer; one program for all layers of a kind, not one for every operation."""
-
-    def draw(key: Array, index: int) -> tuple[Array, ...]:
-        key, noise_key = jax.random.split(jax.random.fold_in(key, index))
-        tensors = kind.initialize(key)
+    parameters = []
+    for index in range(len(template.spec.layers)):
+        key, noise_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), index))
+        tensors = template.kind(index).initialize(key)
         keys = jax.random.split(noise_key, len(tensors))
-        return tuple(
-            tensor + noise * jax.random.normal(key, tensor.shape) - 3.0 * parameter.name.endswith("dt_bias")
-            for tensor, key, parameter in zip(tensors, keys, kind.parameters, strict=True)
+        names = [tensor.name for tensor in template.kind(index).parameters]
+        parameters.append(
+            tuple(
+                tensor + noise * jax.random.normal(key, tensor.shape) - 3.0 * name.endswith("dt_bias")
+                for tensor, key, name in zip(tensors, keys, names, strict=True)
+            )
         )
-
-    return jax.jit(draw)
+    return parameters
 
 
 class Rows(NamedTuple):
@@ -137,17 +132,12 @@ def train(
 ) -> tuple[list[float], Parameters]:
     """Losses before each step, and the parameters after the last."""
     transform = optimizer(learning_rate, clip_norm, weight_decay, eps)
-
-    @jax.jit
-    def update(gradients: Parameters, state: Any, parameters: Parameters) -> Any:
-        updates, state = transform.update(gradients, state, parameters)
-        return optax.apply_updates(parameters, updates), state
-
-    state: Any = jax.jit(transform.init)(parameters)
+    state: Any = transform.init(parameters)
     losses = []
     for batch in batches:
         loss, gradients = loss_and_gradients(template, parameters, batch)
-        parameters, state = update(gradients, state, parameters)
+        updates, state = transform.update(gradients, state, parameters)
+        parameters = optax.apply_updates(parameters, updates)  # type: ignore[assignment]
         losses.append(float(loss))
     return losses, parameters
 

@@ -240,8 +240,8 @@ def test_a_key_says_what_lives_on_nvme(small, tmp_path):
 
 
 def test_more_host_memory_than_was_promised_is_refused_with_the_difference(small, tmp_path):
-    words = {"plan__host_bytes": 3_000_000}
-    with pytest.raises(CapacityError, match=r"plan\.host_bytes: .* more than the 2\.9 MiB that it may use"):
+    words = {"plan__host_bytes": 2_000_000}
+    with pytest.raises(CapacityError, match=r"plan\.host_bytes: .* more than the 1\.9 MiB that it may use"):
         setup.train(small(**words), quiet())
     assert not (tmp_path / "runs").exists()
 
