@@ -176,7 +176,12 @@ def compare_memory(seed: int, *, only_state: bool = False) -> MemoryComparison:
     home: Literal["device", "host"] = "host" if seed // 9 % 2 else "device"
     count = 1 + seed % 9
     settings = problem.settings.model_copy(
-        update={"microbatches": count, "rows": count, "interlayer_home": home}
+        update={
+            "microbatches": count,
+            "rows": count,
+            "interlayer_home": home,
+            "offload_window": 1 + seed % 4,
+        }
     )
     names = [tuple(layer.residual_bytes) for layer in problem.sizes.layers]
     sets = [[own[:size] for size in range(1, len(own) + 1)] for own in names]

@@ -18,7 +18,6 @@ from jaxtyping import Float32
 from lazyjax.batch import Batch
 from lazyjax.execution.interfaces import Copies, EvaluationKernel, LayerKernels
 from lazyjax.planning.plan.document import Plan
-from lazyjax.planning.program.schedule import OFFLOAD_WINDOW_ITEMS
 from lazyjax.storage.host import HostStore
 
 
@@ -110,6 +109,7 @@ class _Activations:
 
     def __init__(self, copies: Copies, plan: Plan, inputs: list[Any]) -> None:
         self._copies, self._ahead = copies, plan.reload_ahead
+        self._offload_window = plan.offload_window
         self._streamed = plan.interlayer_home == "host"
         self._device: dict[int, Any] = dict(enumerate(inputs))
         self._host: dict[int, Any] = {}
@@ -139,7 +139,7 @@ class _Activations:
             return
         (self._host[index],) = self._copies.to_host([y])
         self._leaving.append(index)
-        while len(self._leaving) > OFFLOAD_WINDOW_ITEMS:
+        while len(self._leaving) > self._offload_window:
             left = self._leaving.popleft()
             jax.block_until_ready(self._host[left])
             del self._device[left]

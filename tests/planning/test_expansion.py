@@ -97,6 +97,20 @@ def test_memory_rows_are_the_schedules_own_count_on_every_tier(seed):
     assert compared.rows_bytes == compared.schedule_bytes
 
 
+@pytest.mark.parametrize("window", [1, 4])
+def test_copies_may_be_under_way_for_longer(window):
+    """Memory rows of other windows are among those above; here the model of time and all checks."""
+    for seed in range(8):
+        problem, _, plans = instance(seed)
+        settings = problem.settings.model_copy(update={"offload_window": window})
+        problem = dataclasses.replace(problem, settings=settings)
+        model = TimeModel(problem)
+        for values in plans[:2]:
+            plan = model.choices.decode(values, "random")
+            verified = verify(plan, problem.sizes, problem.seconds)
+            assert model.period(values) == pytest.approx(verified.period_seconds, rel=1e-9)
+
+
 def test_by_layer_takes_nearly_the_same_time():
     """Layer by layer is an approximation where there are microbatches; how good a one is seen here."""
     ratios = []

@@ -107,6 +107,8 @@ class Plan(_Model):
         backward_prefetch: the same during the backward pass.
         reload_ahead: microbatches ahead at which residuals are brought back to the device. A slab
             on the same link may delay a reload by its whole transfer, so this covers that time.
+        offload_window: microbatches after which a copy out must have left the device; more of them keep
+            memory for longer and stall less where some layers send more than a link takes meanwhile.
         interlayer_home: where activations and their gradients wait between a layer and the next while
             other microbatches pass: with `host`, device memory does not grow with the batch.
         token_chunk: tokens of a row that a block computes at a time, so that its working memory does not
@@ -136,6 +138,7 @@ class Plan(_Model):
     prefetch: int = pydantic.Field(default=2, ge=1)
     backward_prefetch: int = pydantic.Field(default=2, ge=1)
     reload_ahead: int = pydantic.Field(default=1, ge=1)
+    offload_window: int = pydantic.Field(default=2, ge=1)
     interlayer_home: Literal["device", "host"] = "device"
     token_chunk: int | None = pydantic.Field(default=None, ge=1)
     recompute: Literal["needed", "segment"] = "needed"

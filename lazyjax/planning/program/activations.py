@@ -14,7 +14,6 @@ from typing import NamedTuple
 from lazyjax.planning.program.conditions import ALWAYS, NEVER, Condition
 from lazyjax.planning.program.expansion import (
     LOAD_AHEAD_ITEMS,
-    OFFLOAD_WINDOW_ITEMS,
     SPILL_WINDOW_ITEMS,
     Expansion,
     LiftedOperation,
@@ -130,8 +129,9 @@ class _Emitter:
         self.e, self.windows = expansion, expansion.windows
         self.head, self.microbatches = expansion.head, expansion.microbatches
         self.streaming = expansion.settings.interlayer_home == "host"
+        self.offload_window = expansion.settings.offload_window
         # Bringing a tensor back that is only just leaving would save nothing.
-        self.soon = expansion.settings.reload_ahead + OFFLOAD_WINDOW_ITEMS
+        self.soon = expansion.settings.reload_ahead + self.offload_window
 
     def batch(self, microbatch: int) -> None:
         """Every layer reads it, and it is a thousandth of an activation: it stays."""
@@ -164,11 +164,11 @@ class _Emitter:
             LINKS[0].down, items[0], Phase.OFFLOAD, items[0].window.layer, microbatch, items[0]
         )
         add(offload.allocates, buffer, LINKS[0].lower, condition, max(away))
-        retiring = self._retire(offload, items[0], chain, OFFLOAD_WINDOW_ITEMS)
+        retiring = self._retire(offload, items[0], chain, self.offload_window)
         for gap, times in enumerate(away):
             if not times:
                 continue
-            copied = gap and self._items_between(chain, 0, gap, microbatch) >= OFFLOAD_WINDOW_ITEMS
+            copied = gap and self._items_between(chain, 0, gap, microbatch) >= self.offload_window
             leaves = items[gap] if copied else retiring
             if leaves is not None:
                 add(self.e.compute(leaves).frees, buffer, Tier.DEVICE, condition)

@@ -34,8 +34,6 @@ from lazyjax.planning.program.windows import Item, Window, Windows
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
 
-#: Compute items after which an offload must have left the device.
-OFFLOAD_WINDOW_ITEMS = 2
 #: Windows after which a layer's gradient must have left the device.
 GRADIENT_WINDOW = 2
 #: Compute items after which a move further down must have ended: longer than one takes on most drives.

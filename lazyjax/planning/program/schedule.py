@@ -51,7 +51,7 @@ import numpy as np
 from lazyjax.planning.plan.document import Plan
 from lazyjax.planning.program.activations import emit_activations
 from lazyjax.planning.program.evaluate import evaluate
-from lazyjax.planning.program.expansion import OFFLOAD_WINDOW_ITEMS, STATE_WINDOW, Expansion
+from lazyjax.planning.program.expansion import STATE_WINDOW, Expansion
 from lazyjax.planning.program.operations import (
     COMPUTE_ACTIONS,
     STATE_ACTIONS,
@@ -71,7 +71,6 @@ from lazyjax.planning.program.updates import emit_updates
 
 __all__ = [
     "COMPUTE_ACTIONS",
-    "OFFLOAD_WINDOW_ITEMS",
     "STATE_ACTIONS",
     "STATE_WINDOW",
     "Action",
