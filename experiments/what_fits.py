@@ -25,7 +25,7 @@ from lazyjax.models.template import ModelTemplate
 from lazyjax.planning.planner.feasibility import nearest_miss
 from lazyjax.planning.planner.question import Request, problem_of, settings_of
 from lazyjax.planning.planner.request import build_request
-from lazyjax.specs import Tier
+from lazyjax.specs import Part, Tier
 
 OUTPUT = pathlib.Path(__file__).parent / "results" / "what_fits.md"
 MODELS = (
@@ -45,8 +45,8 @@ class Need(NamedTuple):
 
 
 def request_for(template: ModelTemplate, gpu_bytes: int, *, nvme: bool) -> Request:
-    """The memory question on a GPU of that size; rates do not matter."""
-    return build_request(
+    """The memory question on a GPU of that size; rates do not matter. With a drive, the state is on it."""
+    request = build_request(
         template,
         load_profile("h200"),
         rows=ROWS,
@@ -55,6 +55,7 @@ def request_for(template: ModelTemplate, gpu_bytes: int, *, nvme: bool) -> Reque
         host_bytes=0,
         nvme_bytes=2**60 if nvme else 0,
     )
+    return dataclasses.replace(request, on_nvme=frozenset([Part.STATE]) if nvme else None)
 
 
 def least_host(request: Request) -> Need | None:
