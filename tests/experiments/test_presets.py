@@ -1,8 +1,10 @@
 """Presets load, and the smoke model is the full model in small."""
 
 import json
+import pathlib
 
 import pytest
+import yaml
 
 from experiments import smollm2
 from experiments.prediction import difference_sentence
@@ -88,7 +90,12 @@ def test_the_difference_from_the_paper_is_said():
 
 
 def test_configs_are_read_by_someone():
-    known = {path.name for path in PRESETS.values()} | {smollm2.CONFIG.name, "qwen27b_smoke_model.json"}
+    models = {"qwen27b_smoke_model.json", "optimizers_model.json"}
+    sweeps = {
+        pathlib.Path(yaml.safe_load(path.read_text())["base"]).name
+        for path in (CONFIGS.parent / "sweeps").glob("*.yaml")
+    }
+    known = {path.name for path in PRESETS.values()} | {smollm2.CONFIG.name} | models | sweeps
     assert {path.name for path in CONFIGS.iterdir()} == known
     json.loads((CONFIGS / "qwen27b_smoke_model.json").read_text())
-    assert load_config(smollm2.CONFIG).training.steps == 12
+    assert load_config(smollm2.CONFIG).training.steps == 72

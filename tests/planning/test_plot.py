@@ -55,4 +55,4 @@ def test_a_picture_is_written(tmp_path):
 
 @pytest.mark.parametrize("action", ["forward", "gradient_out", "update"])
 def test_actions_have_colours(action):
-    assert action in plot._COLOURS
+    assert action in plot.COLOURS

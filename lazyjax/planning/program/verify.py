@@ -201,7 +201,9 @@ def _check_parameters(
         if layer in by_action[Action.UPDATE] and by_action[Action.UPDATE][layer] in waits:
             waits |= set(schedule.operations[by_action[Action.UPDATE][layer]].waits)
         if place not in made or made[place] not in waits:
-            raise VerificationError(f"operation {operation.index} fetches {place}, which is not there")
+            raise VerificationError(
+                f"operation {operation.index} fetches {place} but does not wait until it is there"
+            )
 
 
 def _sources(operation: Operation) -> list[Place]:
