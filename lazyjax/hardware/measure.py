@@ -99,6 +99,9 @@ def measure_profile(
         OSError: the NVMe folder cannot be written.
     """
     device = jax.devices()[0]
+    shapes = options.shapes
+    if device.platform == "cpu":
+        shapes = [_bounded(shape) for shape in shapes]
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     figures: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -114,10 +117,10 @@ def measure_profile(
     def matrices() -> None:
         spreads = list[float]()
         rate = matmul_flops_per_second(
-            options.shapes, options.compute_dtype, options.repeats, observe=spreads.append
+            shapes, options.compute_dtype, options.repeats, observe=spreads.append
         )
-        shapes = ", ".join("x".join(map(str, shape)) for shape in options.shapes[:4])
-        how = f"{options.compute_dtype} products and both gradients, {shapes}"
+        some = ", ".join("x".join(map(str, shape)) for shape in shapes[:4])
+        how = f"{options.compute_dtype} products and both gradients, {some}"
         note("matmul_flops_per_second", rate, how, spreads)
 
     def bandwidth() -> None:
@@ -167,7 +170,7 @@ def measure_profile(
             note(figure, value, how)
 
     def contention() -> None:
-        compute = layer_products(options.shapes, options.compute_dtype)
+        compute = products(shapes[:1], options.compute_dtype)
         # An optimizer's update is the same few passes over memory whichever it is: one stands for all.
         for optimizer, probe in list(updates.items())[:1]:
             update = probe(min(options.update_elements, _CONTENDING_ELEMENTS))
@@ -350,13 +353,23 @@ def link_rates(transfer_bytes: int, repeats: int = 5, *, observe: Observer = _un
     return LinkRates(h2d, d2h, min(1.0, both / (h2d + d2h)))
 
 
+#: A CPU reaches its rate in products of this size; those of a large model would take it minutes.
+_CPU_PRODUCT_FLOPS, _CPU_LEAST_ROWS = 1e10, 64
+
+
+def _bounded(shape: MatrixShape) -> MatrixShape:
+    """The same product of fewer rows, where it would take a CPU long."""
+    rows = int(_CPU_PRODUCT_FLOPS / (2 * shape.inner * shape.columns))
+    return shape._replace(rows=min(shape.rows, max(_CPU_LEAST_ROWS, rows)))
+
+
 #: Size of the updates and copies that run beside compute: about a layer of a small model.
 _CONTENDING_ELEMENTS, _CONTENDING_BYTES = 2**21, 2**22
 #: Compute against which something runs lasts about this long.
 _CONTENTION_SECONDS = 0.2
 
 
-def layer_products(shapes: Sequence[MatrixShape], dtype: str) -> Callable[[], object]:
+def products(shapes: Sequence[MatrixShape], dtype: str) -> Callable[[], object]:
     """Runs the products of all `shapes` once, of normal values, and waits for them."""
     keys = jax.random.split(jax.random.key(0), 2)
     operands = [

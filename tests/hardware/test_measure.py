@@ -209,3 +209,21 @@ def test_what_shares_a_resource_costs_its_whole_time_and_what_does_not_costs_not
     host = device if shared else _Resource(clock)
     share = measure.lost_share(lambda: device.use(0.02), lambda: host.use(0.03), repeats=3)
     assert share == pytest.approx(1.0 if shared else 0.0)
+
+
+def test_a_cpu_is_not_kept_busy_for_minutes_by_the_products_of_a_large_model(monkeypatch) -> None:
+    asked: list[MatrixShape] = []
+
+    def rate(shapes, *arguments, **keywords):
+        asked.extend(shapes)
+        return 1e11
+
+    monkeypatch.setattr(measure, "matmul_flops_per_second", rate)
+    monkeypatch.setattr(measure, "lost_share", lambda *arguments: 0.0)
+    large, small = MatrixShape(2**20, 512, 512), MatrixShape(128, 64, 64)
+    options = MeasureOptions(
+        [large, small], "float32", transfer_bytes=2**16, update_elements=2**12, repeats=1
+    )
+    profile = measure_profile("here", options, {"hybrid8bit": update_probe("hybrid8bit")})
+    assert asked == [large._replace(rows=19_073), small]
+    assert "19073x512x512" in profile.sources["matmul_flops_per_second"]
