@@ -1,6 +1,6 @@
 """Which models can be fine-tuned on what: host memory that the leanest plan needs, by GPU memory.
 
-    python -m experiments.what_fits      # about two minutes; writes experiments/results/what_fits.md
+    python -m experiments.what_fits      # two to five minutes; writes experiments/results/what_fits.md
 
 For every model and GPU size the planner's memory rows are solved for the plan that needs least of the host
 (8 rows of 1024 tokens, 8-bit optimizer, bfloat16), without NVMe and with a drive that holds the optimizer
@@ -35,6 +35,8 @@ GPU_GB = (12, 24, 80)
 ROWS, SEQUENCE_LENGTH = 8, 1024
 #: Of a GPU's memory that a plan may use; the rest is the driver's and the allocator's.
 _USABLE = 0.95
+#: Enough to prove each cell, also on a busy machine.
+_SOLVER_SECONDS = 60.0
 
 
 class Need(NamedTuple):
@@ -65,7 +67,8 @@ def least_host(request: Request) -> Need | None:
         request: with no host memory at all, so that everything the host must hold is missing.
     """
     finest = dataclasses.replace(request, microbatches=request.rows)
-    missing = nearest_miss([problem_of(request, settings, lean=True) for settings in settings_of(finest)])
+    problems = [problem_of(request, settings, lean=True) for settings in settings_of(finest)]
+    missing = nearest_miss(problems, time_limit_seconds=_SOLVER_SECONDS)
     if Tier.DEVICE in missing and missing[Tier.DEVICE] > 0:
         return None
     nvme = request.capacity[Tier.NVME] > 0
