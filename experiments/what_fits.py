@@ -1,6 +1,6 @@
 """Which models can be fine-tuned on what: host memory that the leanest plan needs, by GPU memory.
 
-    python -m experiments.what_fits      # two to five minutes; writes experiments/results/what_fits.md
+    python -m experiments.what_fits      # about ten minutes; writes experiments/results/what_fits.md
 
 For every model and GPU size the planner's memory rows are solved for the plan that needs least of the host
 (8 rows of 1024 tokens, 8-bit optimizer, bfloat16), without NVMe and with a drive that holds the optimizer
@@ -22,7 +22,7 @@ from lazyjax.cli import guarded, quiet_libraries
 from lazyjax.hardware.profile import load_profile
 from lazyjax.models.registry import architecture, build_template
 from lazyjax.models.template import ModelTemplate
-from lazyjax.planning.planner.feasibility import nearest_miss
+from lazyjax.planning.planner.leanest import least_missing
 from lazyjax.planning.planner.question import Request, problem_of, settings_of
 from lazyjax.planning.planner.request import build_request
 from lazyjax.specs import Part, Tier
@@ -68,12 +68,13 @@ def least_host(request: Request) -> Need | None:
     """
     finest = dataclasses.replace(request, microbatches=request.rows)
     problems = [problem_of(request, settings, lean=True) for settings in settings_of(finest)]
-    missing = nearest_miss(problems, time_limit_seconds=_SOLVER_SECONDS)
-    if Tier.DEVICE in missing and missing[Tier.DEVICE] > 0:
+    needs = [least_missing(each, Tier.HOST, time_limit_seconds=_SOLVER_SECONDS) for each in problems]
+    fitting = [need for need in needs if need is not None]
+    if not fitting:
         return None
     nvme = request.capacity[Tier.NVME] > 0
     state = sum(layer.state_bytes for layer in request.sizes(request.devices).layers)
-    return Need(missing[Tier.HOST] if Tier.HOST in missing else 0, state if nvme else 0)
+    return Need(min(fitting), state if nvme else 0)
 
 
 def table(models: Sequence[str], gpu_gb: Sequence[int]) -> list[str]:

@@ -52,15 +52,9 @@ def largest_batch(request: Request, *, below: int, most_probes: int = 24) -> int
     return low * unit
 
 
-def nearest_miss(
-    problems: Sequence[Problem], *, time_limit_seconds: float = _MISS_SECONDS
-) -> dict[Tier, int]:
-    """Bytes missing per tier under the setting that comes closest; empty if one of them fits.
-
-    Args:
-        time_limit_seconds: for each problem. What is found by then may miss by more than need be.
-    """
-    misses = [memory_shortfall(problem, time_limit_seconds=time_limit_seconds) for problem in problems]
+def nearest_miss(problems: Sequence[Problem]) -> dict[Tier, int]:
+    """Bytes missing per tier under the setting that comes closest; empty if one of them fits."""
+    misses = [memory_shortfall(problem, time_limit_seconds=_MISS_SECONDS) for problem in problems]
 
     def share(miss: Mapping[Tier, int], problem: Problem) -> float:
         return float(sum(size / max(1, problem.capacity[tier]) for tier, size in miss.items()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Collection
 
 from lazyjax.planning.plan.document import Plan
 from lazyjax.planning.planner.batch_replay import BatchReplay
@@ -25,6 +26,16 @@ def memory_shortfall(
     return _Leanest(problem).find(solver or solvers()[0], time_limit_seconds)[1]
 
 
+def least_missing(
+    problem: Problem, tier: Tier, *, time_limit_seconds: float = 10.0, solver: str | None = None
+) -> int | None:
+    """Bytes that `tier` lacks under the plan that needs least of it; None where another tier is too small."""
+    values, missing = _Leanest(problem, (tier,)).find(solver or solvers()[0], time_limit_seconds)
+    if values is None or missing.keys() - {tier}:
+        return None
+    return missing[tier] if tier in missing else 0
+
+
 def leanest_plan(
     problem: Problem, *, time_limit_seconds: float = 10.0, solver: str | None = None
 ) -> Plan | None:
@@ -35,14 +46,18 @@ def leanest_plan(
 
 
 class _Leanest:
-    """A program of memory rows alone, whose objective is what is missing."""
+    """A program of memory rows alone, whose objective is what is missing.
 
-    def __init__(self, problem: Problem) -> None:
+    Args:
+        scarce: tiers that may lack something.
+    """
+
+    def __init__(self, problem: Problem, scarce: Collection[Tier] = tuple(Tier)) -> None:
         self.problem, self.model = problem, TimeModel(problem)
         self.rows = memory_rows(problem, self.model.choices, self.model.expansion)
         self.linear = ProgramRows(self.model, self.rows)
         program = self.linear.program
-        self.slack = {tier: program.add_column() for tier in Tier}
+        self.slack = {tier: program.add_column(upper=math.inf if tier in scarce else 0.0) for tier in Tier}
         self.linear.limit_memory(self.slack)
         # Relative to what there is; a tier of which there is nothing must not drown the others.
         least, unit = self.linear.byte_unit / 1e3, self.linear.byte_unit
