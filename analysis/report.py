@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import base64
 import csv
+import functools
 import html
 import io
 import pathlib
@@ -127,6 +128,9 @@ def _html_cells(row: Sequence[str]) -> str:
 
 def _figures(records: SweepRecords) -> Iterator[tuple[str, str]]:
     makers: list[tuple[str, Callable[[io.BytesIO], bool]]] = [
+        (readable(metric)[0], functools.partial(metric_figure, records, metric)) for metric in records.metrics
+    ]
+    makers += [
         ("Training loss over steps", lambda file: loss_figure(records, "step", file)),
         ("Loss of held-out rows over steps", lambda file: evaluation_figure(records, file)),
         ("Training loss over tokens", lambda file: loss_figure(records, "tokens", file)),
@@ -134,9 +138,6 @@ def _figures(records: SweepRecords) -> Iterator[tuple[str, str]]:
         ("Throughput against device memory", lambda file: memory_figure(records, file)),
         ("Seconds of a step, simulated against measured", lambda file: prediction_figure(records, file)),
     ]
-    for metric in reversed(records.metrics):
-        name = readable(metric)[0]
-        makers.insert(0, (name, lambda file, metric=metric: metric_figure(records, metric, file)))  # type: ignore[misc]
     for caption, make in makers:
         file = io.BytesIO()
         if make(file):

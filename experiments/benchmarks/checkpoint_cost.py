@@ -29,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.benchmarks.gpu_models import random_batch, random_store
+from experiments.benchmarks.process_status import status_bytes
 from experiments.benchmarks.provenance import provenance
 from lazyjax.config import CheckpointsConfig
 from lazyjax.execution.build import executor_of
@@ -66,20 +67,14 @@ def model(blocks: int) -> ModelTemplate:
     )  # fmt: skip
 
 
-def resident_bytes(field: str = "VmRSS") -> int:
-    """Resident memory now, or (VmHWM) at its highest."""
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
-
-
 @contextmanager
 def watched() -> Iterator[list[int]]:
     """Samples resident memory; the list holds the highest figure at the end."""
-    highest, over = [resident_bytes()], threading.Event()
+    highest, over = [status_bytes("VmRSS")], threading.Event()
 
     def watch() -> None:
         while not over.wait(0.005):
-            highest[0] = max(highest[0], resident_bytes())
+            highest[0] = max(highest[0], status_bytes("VmRSS"))
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -150,7 +145,7 @@ def restore(folder: pathlib.Path, blocks: int) -> None:
     newest = open_checkpoint(list_checkpoints(run.checkpoints)[0])
     store = allocate_host_store(template.spec)
     Resume(folder, run, (newest,), (), None).restore(store, HostUpdates(store, optimizer), lambda text: None)
-    print(json.dumps(resident_bytes("VmHWM")))
+    print(json.dumps(status_bytes("VmHWM")))
 
 
 def main() -> None:
@@ -178,8 +173,8 @@ def main() -> None:
         after = []
         for _ in range(SAVES):
             run.steps(1, saves=True)
-            after.append(resident_bytes() / _MIB)
-        training = resident_bytes("VmHWM")
+            after.append(status_bytes("VmRSS") / _MIB)
+        training = status_bytes("VmHWM")
         run.executor.close()
         words = [f"--blocks={options.blocks}", f"--restore={folder}"]
         command = [sys.executable, "-m", "experiments.benchmarks.checkpoint_cost", *words]

@@ -25,6 +25,7 @@ import sys
 import jax
 import numpy as np
 
+from experiments.benchmarks.process_status import status_fields
 from experiments.benchmarks.provenance import ROOT, provenance
 from lazyjax.batch import Batch
 from lazyjax.execution.build import build_executor
@@ -58,8 +59,7 @@ MODEL = Qwen2Architecture(
 
 def resident_bytes() -> dict[str, int]:
     """The resident set of this process: all of it, and its shared anonymous part (Linux)."""
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
+    fields = status_fields()
     return {name: int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "RssShmem")}
 
 

@@ -24,6 +24,7 @@ import tempfile
 import time
 from typing import Any, NamedTuple
 
+from experiments.benchmarks.process_status import status_bytes
 from experiments.benchmarks.provenance import provenance
 
 RESULT = pathlib.Path(__file__).parent / "results" / "nvme_budget.md"
@@ -61,13 +62,6 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def _status(field: str) -> int:
-    """A figure of /proc/self/status, in bytes."""
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields[field].split()[0]) * 1024
-
-
 def child(folder: pathlib.Path, blocks: int, steps: int, limit: int | None) -> None:
     """Trains and prints an `Outcome` as JSON; with a limit, with everything on NVMe."""
     # One arena for each core would reserve what nothing uses.
@@ -90,7 +84,7 @@ def child(folder: pathlib.Path, blocks: int, steps: int, limit: int | None) -> N
         # Limits of the parent's own; the hard one stays.
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     config = load_config(None, [str(word) for key, value in keys.items() for word in (f"--{key}", value)])
-    start_bytes, start = _status("VmRSS"), time.perf_counter()
+    start_bytes, start = status_bytes("VmRSS"), time.perf_counter()
     console = Console(file=io.StringIO(), width=200)
     with setup.prepare(config, console) as prepared:
         prepared.trainer.run()
@@ -100,7 +94,7 @@ def child(folder: pathlib.Path, blocks: int, steps: int, limit: int | None) -> N
     records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
     outcome = Outcome(
         [(record["loss"], record["gradient_norm"]) for record in records],
-        state_bytes, start_bytes, _status("VmHWM"), _status("VmData"), time.perf_counter() - start,
+        state_bytes, start_bytes, status_bytes("VmHWM"), status_bytes("VmData"), time.perf_counter() - start,
     )  # fmt: skip
     print(json.dumps(outcome))
 

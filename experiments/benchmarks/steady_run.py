@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import jax
 
+from experiments.benchmarks.process_status import status_fields
 from experiments.benchmarks.provenance import provenance
 from experiments.benchmarks.stress import LENGTH, ROWS, filled_store, random_batches, stress_kernels
 from lazyjax.config import CheckpointsConfig
@@ -50,8 +51,7 @@ class Resources(NamedTuple):
 
 def resources(step: int, folder: pathlib.Path) -> Resources:
     """Looks at the process and at the folder on the drive."""
-    status = pathlib.Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in status)
+    fields = status_fields()
     files = [path for path in folder.rglob("*") if path.is_file()]
     return Resources(
         step,
