@@ -213,7 +213,7 @@ def _outgoing(tensor: Any, config: dict[str, Any]) -> OutgoingTensor:
         "attn_k.weight": config["num_key_value_heads"],
     }
 
-    def pieces() -> Iterator[memoryview]:
+    def chunks() -> Iterator[memoryview]:
         import gguf
 
         weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
@@ -222,7 +222,7 @@ def _outgoing(tensor: Any, config: dict[str, Any]) -> OutgoingTensor:
             weight = unpermute_heads(weight, heads[name])
         yield memoryview(weight.astype(ml_dtypes.bfloat16).reshape(-1).view(np.uint8))
 
-    return OutgoingTensor(huggingface_key(tensor.name), "BF16", shape, pieces)
+    return OutgoingTensor(huggingface_key(tensor.name), "BF16", shape, chunks)
 
 
 def _write_tokenizer(fields: dict[str, Any], special: dict[str, int], folder: Path) -> None:

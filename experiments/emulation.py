@@ -496,6 +496,6 @@ def emulated_executor(
 
 def blank_batch(plan: Plan) -> Batch:
     """A batch of zeros, every token of it a target."""
-    shape = (plan.rows, plan.sequence_length)
+    shape = (plan.batch_rows, plan.sequence_length)
     zeros, ones = np.zeros(shape, np.int32), np.ones(shape, np.int32)
     return Batch(zeros, zeros, ones > 0, ones, zeros)

@@ -28,7 +28,7 @@ class Ours(NamedTuple):
     @property
     def tokens_per_second(self) -> float:
         """Padding counted."""
-        return self.plan.rows * self.plan.sequence_length / self.prediction.period_seconds
+        return self.plan.batch_rows * self.plan.sequence_length / self.prediction.period_seconds
 
 
 def request_for(model: str, profile: HardwareProfile, rows: int, **options: Any) -> Request:
@@ -40,7 +40,7 @@ def request_for(model: str, profile: HardwareProfile, rows: int, **options: Any)
     return build_request(
         template_of(model),
         profile,
-        rows=rows,
+        batch_rows=rows,
         sequence_length=published.SEQUENCE_LENGTH,
         optimizer=DEFAULT_OPTIMIZER,
         nvme_bytes=0,

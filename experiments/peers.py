@@ -60,7 +60,7 @@ def tokens_per_second(profile_name: str, model: str, budget_gib: float | None) -
     request = build_request(
         template_of(model),
         profile,
-        rows=ROWS,
+        batch_rows=ROWS,
         sequence_length=TOKENS,
         device_bytes=None if budget_gib is None else int(budget_gib * GIB),
         nvme_bytes=0,

@@ -35,7 +35,7 @@ def print_prediction(
     request = build_request(
         build_template(architecture(MODEL)),
         profile,
-        rows=ROWS,
+        batch_rows=ROWS,
         sequence_length=SEQUENCE_LENGTH,
         nvme_bytes=0,
     )

@@ -259,7 +259,7 @@ def table6(folder: pathlib.Path) -> Sheet:
         return described_costs(
             model,
             profile,
-            rows=microbatch_rows,
+            microbatch_rows=microbatch_rows,
             sequence_length=published.SEQUENCE_LENGTH,
             optimizer=optimizer,
         )
@@ -271,7 +271,7 @@ def table6(folder: pathlib.Path) -> Sheet:
     def request(host_bytes: int) -> Request:
         return Request(
             spec=spec,
-            rows=published.TABLE_6_ROWS,
+            batch_rows=published.TABLE_6_ROWS,
             sequence_length=published.SEQUENCE_LENGTH,
             sizes=lambda rows: costs(rows).sizes,
             costs=costs,

@@ -67,7 +67,7 @@ class Outcome(NamedTuple):
     @property
     def tokens_per_second(self) -> float:
         """Padding counted, as published."""
-        return self.plan.rows * self.plan.sequence_length / self.simulation.period_seconds
+        return self.plan.batch_rows * self.plan.sequence_length / self.simulation.period_seconds
 
 
 def template_of(model: str) -> ModelTemplate:
@@ -94,7 +94,7 @@ def _eager_costs(model: str, profile: HardwareProfile, rows: int) -> Costs:
     compiled = template_costs(
         template_of(model),
         profile,
-        rows=rows,
+        microbatch_rows=rows,
         sequence_length=published.SEQUENCE_LENGTH,
         optimizer=make_host_optimizer("bf16_adamw", threads=1, path="pure"),
     )
@@ -106,6 +106,6 @@ def _eager_costs(model: str, profile: HardwareProfile, rows: int) -> Costs:
 def _schedule(system: System, model: str, rows: int) -> Schedule:
     template = template_of(model)
     names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
-    plan = system.rules(template.spec, names, rows=rows, sequence_length=published.SEQUENCE_LENGTH)
+    plan = system.rules(template.spec, names, batch_rows=rows, sequence_length=published.SEQUENCE_LENGTH)
     # Sizes do not depend on the machine.
     return build_schedule(plan, _eager_costs(model, load_profile("h800-paper"), rows).sizes)

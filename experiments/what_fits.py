@@ -51,7 +51,7 @@ def request_for(template: ModelTemplate, gpu_bytes: int, *, nvme: bool) -> Reque
     request = build_request(
         template,
         load_profile("h200"),
-        rows=ROWS,
+        batch_rows=ROWS,
         sequence_length=SEQUENCE_LENGTH,
         device_bytes=int(_USABLE * gpu_bytes),
         host_bytes=0,
@@ -66,7 +66,7 @@ def least_host(request: Request) -> Need | None:
     Args:
         request: with no host memory at all, so that everything the host must hold is missing.
     """
-    finest = dataclasses.replace(request, microbatches=request.rows)
+    finest = dataclasses.replace(request, microbatches=request.batch_rows)
     problems = [problem_of(request, settings, lean=True) for settings in settings_of(finest)]
     needs = [least_missing(each, Tier.HOST, time_limit_seconds=_SOLVER_SECONDS) for each in problems]
     fitting = [need for need in needs if need is not None]

@@ -108,7 +108,7 @@ def planned():
     """A plan without a solver, so that it is the same on every machine, and what it takes."""
     template = build_template(architecture("Qwen2.5-0.5B"))
     request = build_request(
-        template, load_profile("rtx3090"), rows=8, sequence_length=1024, nvme_bytes=0,
+        template, load_profile("rtx3090"), batch_rows=8, sequence_length=1024, nvme_bytes=0,
         device_bytes=24 * 10**9, host_bytes=256 * 10**9, costs=lambda rows: FixedCosts(),
     )  # fmt: skip
     plan = baseline_plans(request)["lazytrain"]

@@ -100,7 +100,9 @@ class Run:
         optimizer = make_host_optimizer(OPTIMIZER)
         parts = frozenset(Part) if nvme else frozenset[Part]()
         layers = tuple(LayerPlan().with_on_nvme(parts) for _ in self.template.spec.layers)
-        plan = Plan(model="checkpoints", planner="none", rows=ROWS, sequence_length=LENGTH, layers=layers)
+        plan = Plan(
+            model="checkpoints", planner="none", batch_rows=ROWS, sequence_length=LENGTH, layers=layers
+        )
         self.executor: Executor = executor_of(
             Kernels(self.template, data_mesh(), "bfloat16", "bfloat16"), plan, random_store(self.template),
             optimizer, clip=ClipRule(), nvme_folder=folder / "nvme",

@@ -125,7 +125,7 @@ def plans(template: ModelTemplate) -> dict[str, Plan]:
     def plan(name: str, home: str, boundary: str, saved: tuple[str, ...]) -> Plan:
         inner = LayerPlan(boundary=Boundary(boundary), saved=dict.fromkeys(saved, Tier.HOST))
         return Plan(
-            model=template.spec.name, planner=name, rows=ROWS, sequence_length=LENGTH,
+            model=template.spec.name, planner=name, batch_rows=ROWS, sequence_length=LENGTH,
             microbatches=MICROBATCHES, interlayer_home=home, prefetch=2, reload_ahead=2,
             layers=(LayerPlan(), *[inner] * (last - 1), LayerPlan()),
         )  # fmt: skip

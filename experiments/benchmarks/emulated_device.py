@@ -78,7 +78,7 @@ def on_nvme(template: ModelTemplate, rows: int, microbatches: int) -> Plan:
             )
         )
     return Plan(
-        model=template.spec.name, planner="NVMe", rows=rows, sequence_length=LENGTH,
+        model=template.spec.name, planner="NVMe", batch_rows=rows, sequence_length=LENGTH,
         microbatches=microbatches, reload_ahead=2, layers=tuple(layers),
     )  # fmt: skip
 
@@ -89,7 +89,7 @@ def cases(template: ModelTemplate, profiles: Sequence[str], chosen: Sequence[str
     for profile in profiles:
         rows, microbatches = MACHINES[profile]
         if "LazyJAX" in chosen:
-            request = build_request(template, load_profile(profile), rows=rows, sequence_length=LENGTH)
+            request = build_request(template, load_profile(profile), batch_rows=rows, sequence_length=LENGTH)
             plan = find_plan(request, time_limit_seconds=60).plan
             assert plan is not None
             found.append(Case("LazyJAX", profile, plan))
@@ -98,7 +98,7 @@ def cases(template: ModelTemplate, profiles: Sequence[str], chosen: Sequence[str
             if name in chosen:
                 plan = rule(
                     template.spec, names_of(template),
-                    rows=rows, sequence_length=LENGTH, microbatches=microbatches,
+                    batch_rows=rows, sequence_length=LENGTH, microbatches=microbatches,
                 )  # fmt: skip
                 found.append(Case(name, profile, plan))
         if "NVMe" in chosen:
@@ -111,7 +111,7 @@ def costs_of(template: ModelTemplate, case: Case) -> Costs:
     return template_costs(
         template,
         load_profile(case.profile),
-        rows=case.plan.microbatch_rows,
+        microbatch_rows=case.plan.microbatch_rows,
         sequence_length=case.plan.sequence_length,
         optimizer=make_host_optimizer("hybrid8bit", threads=1, path="pure"),
     )
@@ -182,7 +182,8 @@ def row(template: ModelTemplate, case: Case, scale: float) -> str:
     in_real_time = "-" if wall is None else f"{wall.period_seconds:.2f} ({differences[1]:+.2%})"
     order = "right" if not own_time.out_of_order else own_time.out_of_order[0]
     return (
-        f"| {case.name}, {case.profile}, {case.plan.rows} rows in {case.plan.microbatches} | {period:.2f} "
+        f"| {case.name}, {case.profile}, {case.plan.batch_rows} rows in {case.plan.microbatches} "
+        f"| {period:.2f} "
         f"| {own_time.period_seconds:.2f} ({differences[0]:+.2%}) | {in_real_time} "
         f"| {'yes' if max(map(abs, differences)) <= ALLOWED else 'no'} | {order} | {busy:.3f} s | {links} |"
     )

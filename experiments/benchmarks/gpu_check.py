@@ -218,7 +218,11 @@ def _whole_model(template: ModelTemplate, batch: Batch) -> Callable[[Any], jax.A
 
 def _recompute(template: ModelTemplate, batch: Batch, microbatches: int) -> Plan:
     return recompute_all(
-        template.spec, [], rows=batch.rows, sequence_length=batch.sequence_length, microbatches=microbatches
+        template.spec,
+        [],
+        batch_rows=batch.rows,
+        sequence_length=batch.sequence_length,
+        microbatches=microbatches,
     )
 
 

@@ -56,12 +56,12 @@ def limits(size: Sizes) -> Rows:
         rows.append({"limit": "allocator", "value": stats["bytes_limit"], "reached": _allocates(most)})
     wanted = 4 * MIB if device.platform == "cpu" else min(66 * 2**30, int(0.6 * host_memory_bytes()))
     here = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-    piece, pinned = jnp.zeros(min(wanted, 2**30), jnp.uint8), []
-    for _ in range(wanted // piece.nbytes):
+    chunk, pinned = jnp.zeros(min(wanted, 2**30), jnp.uint8), []
+    for _ in range(wanted // chunk.nbytes):
         if size.over():
             break
-        pinned.append(jax.block_until_ready(jax.device_put(piece, here)))
-    rows.append({"limit": "pinned host memory", "value": wanted, "reached": piece.nbytes * len(pinned)})
+        pinned.append(jax.block_until_ready(jax.device_put(chunk, here)))
+    rows.append({"limit": "pinned host memory", "value": wanted, "reached": chunk.nbytes * len(pinned)})
     return rows
 
 
@@ -155,7 +155,7 @@ def steps(size: Sizes) -> Rows:
             continue
         for budget in (_BUDGET, None) if jax.default_backend() != "cpu" else (None,):
             request = build_request(
-                template, profile_of(size), rows=size.step_rows, sequence_length=size.step_tokens,
+                template, profile_of(size), batch_rows=size.step_rows, sequence_length=size.step_tokens,
                 compute_dtype=_dtype(), device_bytes=budget, nvme_bytes=0,
             )  # fmt: skip
             for name, plan in _plans(request):
@@ -174,10 +174,10 @@ def _plans(request: Request) -> Iterator[tuple[str, Plan]]:
     except InfeasibleError:
         return
     for name in PUBLISHED:
-        for count in microbatch_counts(request.rows):
+        for count in microbatch_counts(request.batch_rows):
             plan = without_nvme(
                 BASELINES[name](
-                    request.spec, residual_names(request), rows=request.rows,
+                    request.spec, residual_names(request), batch_rows=request.batch_rows,
                     sequence_length=request.sequence_length, microbatches=count,
                     interlayer_home="device" if count == 1 else "host", **request.made_for,
                 )
@@ -189,7 +189,7 @@ def _plans(request: Request) -> Iterator[tuple[str, Plan]]:
 
 def _step(template: ModelTemplate, request: Request, plan: Plan, store: Any, size: Sizes) -> dict[str, Any]:
     """Predicted and measured figures of a plan; an error is a figure, too."""
-    batch = random_batch(plan.rows, plan.sequence_length, template.spec.vocabulary_size)
+    batch = random_batch(plan.batch_rows, plan.sequence_length, template.spec.vocabulary_size)
     expected = predict(request, plan)
     costs = request.costs(plan.microbatch_rows)
     assert isinstance(costs, Costs)

@@ -87,7 +87,7 @@ def measure(optimizer_name: str) -> dict[str, float]:
         for name, value in init_parameters(template, index, key).items():
             slabs.set_master(name, value)
     names = [template.kind(index).residual_names for index in range(len(spec.layers))]
-    plan = BASELINES["recompute_all"](spec, names, rows=ROWS, sequence_length=LENGTH)
+    plan = BASELINES["recompute_all"](spec, names, batch_rows=ROWS, sequence_length=LENGTH)
     executor = build_executor(template, plan, store, optimizer, clip=ClipRule())
     for step in range(STEPS):
         result = executor.train_step(random_batch(step), 1e-3)

@@ -137,7 +137,7 @@ def _plan_cells(model: str, hardware: str, tokens: int, seconds: float) -> str:
     """The planner's plan for the most rows of 2^n that fit, up to 2^19 tokens, with fused attention."""
     template, profile = build_template(architecture(model), "cudnn"), load_profile(hardware)
     for rows in (2**power for power in range(max(0, (2**19 // tokens).bit_length() - 1), -1, -1)):
-        request = build_request(template, profile, rows=rows, sequence_length=tokens)
+        request = build_request(template, profile, batch_rows=rows, sequence_length=tokens)
         if not feasible(request):
             continue
         with contextlib.suppress(InfeasibleError):
@@ -193,7 +193,7 @@ def row(tokens: int, limit_bytes: int) -> None:
         names = [
             template.in_chunks(width).kind(index).residual_names for index in range(len(template.spec.layers))
         ]
-        plan = recompute_all(template.spec, names, rows=1, sequence_length=tokens, token_chunk=width)
+        plan = recompute_all(template.spec, names, batch_rows=1, sequence_length=tokens, token_chunk=width)
         store = allocate_host_store(template.spec, gradient_dtype="bfloat16")
         for index, slabs in enumerate(store.layers):
             for name, value in init_parameters(template, index, jax.random.key(0)).items():

@@ -74,7 +74,7 @@ def plan_of(template: ModelTemplate) -> Plan:
     """All that layers own on NVMe."""
     layers = tuple(LayerPlan().with_on_nvme(frozenset(Part)) for _ in template.spec.layers)
     return Plan(
-        model="nvme", planner="everything on NVMe", rows=ROWS, sequence_length=LENGTH, layers=layers
+        model="nvme", planner="everything on NVMe", batch_rows=ROWS, sequence_length=LENGTH, layers=layers
     )
 
 
@@ -170,10 +170,12 @@ def costs_here(template: ModelTemplate, kernels: Kernels, plan: Plan, drive: Rat
         update={"nvme_read_bytes_per_second": drive.read, "nvme_write_bytes_per_second": drive.write}
     )
     optimizer = make_host_optimizer(OPTIMIZER)
-    costs = template_costs(template, profile, rows=ROWS, sequence_length=LENGTH, optimizer=optimizer)
+    costs = template_costs(
+        template, profile, microbatch_rows=ROWS, sequence_length=LENGTH, optimizer=optimizer
+    )
     wanted = kernels_of([build_schedule(plan, costs.sizes)], kernels)
     timed = calibrate(
-        kernels, wanted, rows=ROWS, sequence_length=LENGTH, repeats=3, working_sets=False
+        kernels, wanted, microbatch_rows=ROWS, sequence_length=LENGTH, repeats=3, working_sets=False
     )
     return costs.with_measured(timed.seconds)
 

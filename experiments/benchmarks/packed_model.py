@@ -47,7 +47,7 @@ def make_executor(folder: pathlib.Path, length: int) -> Executor:
     store = allocate_host_store(template.spec, gradient_dtype="float32")
     load_into(checkpoint, template, store)
     kernels = Kernels(template, data_mesh(), compute_dtype="float32", gradient_dtype="float32")
-    plan = recompute_all(template.spec, [], rows=1, sequence_length=length)
+    plan = recompute_all(template.spec, [], batch_rows=1, sequence_length=length)
     return executor_of(
         kernels, plan, store, make_host_optimizer("hybrid8bit"), clip=ClipRule("global_norm", 1.0)
     )

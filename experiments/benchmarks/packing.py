@@ -87,7 +87,7 @@ def make_executor(template: ModelTemplate) -> Executor:
         for name, value in init_parameters(template, index, jax.random.key(0)).items():
             slabs.set_master(name, value)
     kernels = Kernels(template, data_mesh(), compute_dtype="float32", gradient_dtype="float32")
-    plan = recompute_all(template.spec, [], rows=ROWS, sequence_length=LENGTH)
+    plan = recompute_all(template.spec, [], batch_rows=ROWS, sequence_length=LENGTH)
     optimizer = make_host_optimizer("hybrid8bit")
     return executor_of(kernels, plan, store, optimizer, clip=ClipRule("global_norm", 1.0))
 

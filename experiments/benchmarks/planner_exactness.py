@@ -133,7 +133,7 @@ def draw_roomy(rng: np.random.Generator, most_blocks: int, fewest_blocks: int = 
         sets = [subset for size in range(1, len(own) + 1) for subset in itertools.combinations(own, size)]
         saves.append(({}, *(dict.fromkeys(subset, tier) for subset in sets for tier in tiers)))
     settings = Plan(
-        model="random", planner="none", rows=microbatches, sequence_length=1, microbatches=microbatches,
+        model="random", planner="none", batch_rows=microbatches, sequence_length=1, microbatches=microbatches,
         prefetch=int(rng.integers(1, 4)), backward_prefetch=int(rng.integers(1, 4)),
         reload_ahead=int(rng.integers(1, 3)),
         interlayer_home="host" if rng.random() < 0.25 else "device",
@@ -178,7 +178,7 @@ def compare_memory(seed: int, *, only_state: bool = False) -> MemoryComparison:
     settings = problem.settings.model_copy(
         update={
             "microbatches": count,
-            "rows": count,
+            "batch_rows": count,
             "interlayer_home": home,
             "offload_window": 1 + seed % 4,
         }

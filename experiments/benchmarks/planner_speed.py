@@ -54,7 +54,7 @@ def request_of(case: Case) -> Request:
     return build_request(
         build_template(architecture("Qwen3.6-27B")),
         load_profile(case.profile),
-        rows=case.rows,
+        batch_rows=case.rows,
         sequence_length=1024,
         host_bytes=None if case.host_gb is None else int(case.host_gb * 1e9),
     )

@@ -60,7 +60,7 @@ def model(blocks: int) -> ModelTemplate:
 def plans(template: ModelTemplate, rows: int, length: int) -> dict[str, Plan]:
     """Plans that differ in what is kept, where, and in microbatches."""
     names = [template.kind(i).residual_names for i in range(len(template.spec.layers))]
-    batch = {"rows": rows, "sequence_length": length, "microbatches": 2}
+    batch = {"batch_rows": rows, "sequence_length": length, "microbatches": 2}
     last = len(names) - 1
 
     def on_host(choose: Callable[[Sequence[str]], Sequence[str]], tier: Tier) -> tuple[LayerPlan, ...]:
@@ -124,7 +124,7 @@ def alternate(
 
     def costs_at(profile: HardwareProfile, rows: int) -> Costs:
         return template_costs(
-            template, profile, rows=rows, sequence_length=length, optimizer=optimizer,
+            template, profile, microbatch_rows=rows, sequence_length=length, optimizer=optimizer,
             compute_dtype=DTYPE, gradient_dtype=DTYPE,
         )  # fmt: skip
 
@@ -147,7 +147,12 @@ def alternate(
         profiles.append(measure_profile("here", options, {optimizer_name: probe}))
         for rows in sizes_of_rows:
             timed = calibrate(
-                kernels, keys[rows], rows=rows, sequence_length=length, repeats=3, working_sets=False
+                kernels,
+                keys[rows],
+                microbatch_rows=rows,
+                sequence_length=length,
+                repeats=3,
+                working_sets=False,
             )
             for key, seconds in timed.seconds.items():
                 kernel_seconds[rows, key].append(seconds)

@@ -72,7 +72,7 @@ def everything_on_nvme(kernels: Kernels) -> Plan:
     return Plan(
         model=spec.name,
         planner="everything on NVMe",
-        rows=ROWS,
+        batch_rows=ROWS,
         sequence_length=LENGTH,
         microbatches=3,
         interlayer_home="host",

@@ -123,7 +123,7 @@ def streamed_step(
         for spec, value in zip(layer.parameters, tensors, strict=True):
             slabs.set_master(spec.name, np.asarray(value))
     kernels = Kernels(template, data_mesh(), compute_dtype="float32", gradient_dtype="float32")
-    plan = recompute_all(template.spec, [], rows=batch.rows, sequence_length=batch.sequence_length)
+    plan = recompute_all(template.spec, [], batch_rows=batch.rows, sequence_length=batch.sequence_length)
     updater = make_host_optimizer(optimizer, weight_decay=DECAY)
     executor = executor_of(kernels, plan, store, updater, clip=ClipRule("global_norm", CLIP))
     return lambda: executor.train_step(batch, RATE).loss, executor

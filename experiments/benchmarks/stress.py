@@ -172,7 +172,7 @@ def random_plan(template: ModelTemplate, seed: int) -> Plan:
     return Plan(
         model=template.spec.name,
         planner=f"random {seed}",
-        rows=ROWS,
+        batch_rows=ROWS,
         sequence_length=LENGTH,
         microbatches=3,
         prefetch=draw.randint(1, 3),

@@ -169,7 +169,7 @@ def mean_loss(model: Model, chosen: EvaluationRows) -> tuple[float, int]:
     loader = Loader(chosen.rows, chosen.indices_R, settings, padding_token=padding_token_id(model.tokenizer))
     kernels = model.kernels
     forward = ForwardPass(kernels, model.store, Transfers(kernels.sharded, kernels.compute_dtype))
-    plan = recompute_all(model.template.spec, (), rows=_LOSS_ROWS, sequence_length=longest)
+    plan = recompute_all(model.template.spec, (), batch_rows=_LOSS_ROWS, sequence_length=longest)
     loss_sum, weight, target_tokens = 0.0, 0.0, 0
     for batch in loader.epoch_batches():
         loss_sum += forward.loss_sum(batch, plan)

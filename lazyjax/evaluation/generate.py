@@ -108,7 +108,7 @@ def generate(
     """
     if new_tokens < 1:
         raise GenerationError(f"new_tokens: {new_tokens}; an answer needs at least 1")
-    slots: list[_Row | None] = [None] * decoder.plan.rows
+    slots: list[_Row | None] = [None] * decoder.plan.batch_rows
     queue = _Queue(prompts, decoder.plan, new_tokens, streams=decoder.streams)
     while True:
         free = [slot for slot, row in enumerate(slots) if row is None]
@@ -149,7 +149,7 @@ class _Queue:
         self, prompts: Iterable[Prompt], plan: DecodePlan, new_tokens: int, *, streams: bool
     ) -> None:
         self._prompts, self._plan, self._new_tokens = iter(prompts), plan, new_tokens
-        self._together = 1 if streams else max(1, plan.rows // 4)
+        self._together = 1 if streams else max(1, plan.batch_rows // 4)
         self._waiting: collections.deque[Prompt] = collections.deque()
 
     def take(self, free: list[int], active: int) -> list[tuple[int, _Row]]:
@@ -195,12 +195,12 @@ def _entering(rows: list[tuple[int, _Row]], plan: DecodePlan) -> tuple[Rows, Int
     """Prompts side by side, filled up to one of few widths and numbers of rows, and their slots."""
     longest = max(len(row.prompt.tokens_T) for _, row in rows)
     width = min(plan.tokens, next((w for w in _WIDTHS if w >= longest), -(-longest // 512) * 512))
-    count = plan.rows
+    count = plan.batch_rows
     while count // 2 >= len(rows) and count % 2 == 0:
         count //= 2
     tokens_RT = np.zeros((count, width), np.int32)
     counts_R, numbers_R = np.zeros(count, np.int32), np.zeros(count, np.int32)
-    slots_R = np.full(count, plan.rows, np.int32)  # beyond the last: dropped
+    slots_R = np.full(count, plan.batch_rows, np.int32)  # beyond the last: dropped
     for index, (slot, row) in enumerate(rows):
         tokens_T = row.prompt.tokens_T
         tokens_RT[index, : len(tokens_T)] = tokens_T

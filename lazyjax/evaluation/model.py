@@ -172,7 +172,7 @@ def make_decoder(
     if profile is not None:
         costs = decode_costs(template, profile, tokens=tokens, compute_dtype=kernels.compute_dtype)
         plan = plan_decoding(
-            costs, device_bytes=device_bytes, most_rows=rows, rows=rows if fixed_rows else None
+            costs, device_bytes=device_bytes, most_rows=rows, batch_rows=rows if fixed_rows else None
         )
         return Decoder(kernels, store, plan, sampling)
     sizes = DecodeSizes(template, tokens, kernels.compute_dtype, devices)

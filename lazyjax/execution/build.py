@@ -40,7 +40,7 @@ def checked_schedules(kernels: Kernels, optimizer: HostOptimizer) -> Schedules:
         template = whole.in_chunks(plan.token_chunk)
         sizes = model_sizes(
             template,
-            rows=plan.microbatch_rows,
+            microbatch_rows=plan.microbatch_rows,
             sequence_length=sequence_length,
             compute_dtype=kernels.compute_dtype,
             gradient_dtype=kernels.gradient_dtype,

@@ -49,14 +49,14 @@ def calibrate(
     kernels: Kernels,
     keys: Iterable[MeasuredKey],
     *,
-    rows: int,
+    microbatch_rows: int,
     sequence_length: int,
     repeats: int = 5,
     microbatches: int = 1,
     working_sets: bool = True,
     progress: Callable[[MeasuredKey], None] = lambda key: None,
 ) -> Calibration:
-    """Medians over `repeats` calls on microbatches of `rows` x `sequence_length` tokens.
+    """Medians over `repeats` calls on microbatches of `microbatch_rows` x `sequence_length` tokens.
 
     A layer's slab is unpacked before its first kernel: those that begin an accumulation have that time in
     theirs, and of a forward pass every microbatch has its share.
@@ -66,7 +66,7 @@ def calibrate(
         working_sets: also ask XLA for each kernel's temporary buffers, which compiles it once more.
         progress: gets each kernel before it is timed.
     """
-    calls = _Calls(kernels, rows, sequence_length)
+    calls = _Calls(kernels, microbatch_rows, sequence_length)
     seconds, working_bytes = {}, {}
     for key in keys:
         progress(key)
@@ -97,9 +97,9 @@ def _median_seconds(kernel: Callable[..., Any], arguments: Callable[[], Any], re
 class _Calls:
     """Arguments of every kernel, with random values on the device."""
 
-    def __init__(self, kernels: Kernels, rows: int, sequence_length: int) -> None:
+    def __init__(self, kernels: Kernels, microbatch_rows: int, sequence_length: int) -> None:
         self.kernels, self.spec = kernels, kernels.template.spec
-        self.shape = (rows, sequence_length)
+        self.shape = (microbatch_rows, sequence_length)
         random = np.random.default_rng(0)
         tokens = random.integers(0, self.spec.vocabulary_size, self.shape, dtype=np.int32)
         ones = np.ones(self.shape, np.int32)

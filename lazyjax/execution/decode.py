@@ -33,8 +33,8 @@ from lazyjax.planning.plan.document import PlanError
 from lazyjax.storage.host import HostStore
 from lazyjax.storage.master import join_master
 
-#: Prompts pass a block in pieces of at most so many tokens: their scores are pieces x all tokens.
-PIECE_TOKENS = 512
+#: Prompts pass a block in chunks of at most so many tokens: their scores are chunks x all tokens.
+CHUNK_TOKENS = 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ class Decoder:
                 f"resident: layer {unknown[0]} takes no part in decoding ({template.spec.name} has "
                 f"{self.uses[0]} to {self.head})"
             )
-        if plan.rows % kernels.mesh.size:
-            raise PlanError(f"rows: {plan.rows} cannot be split over {kernels.mesh.size} devices")
+        if plan.batch_rows % kernels.mesh.size:
+            raise PlanError(f"rows: {plan.batch_rows} cannot be split over {kernels.mesh.size} devices")
         self.sampling = sampling
         self._resident: dict[int, Parameters] = {}
         for layer in plan.resident:
@@ -115,7 +115,7 @@ class Decoder:
         self._coming: collections.deque[tuple[int, DeviceSlab]] = collections.deque()
         self._running: collections.deque[Array] = collections.deque()
         self._states: dict[int, State] = {
-            layer: self._decode_kernels.empty(template.kind(layer), plan.rows, plan.tokens)()
+            layer: self._decode_kernels.empty(template.kind(layer), plan.batch_rows, plan.tokens)()
             for layer in range(1, self.head)
         }
         self.passes = 0
@@ -170,13 +170,13 @@ class Decoder:
             return rows, slots_R
         parts = (rows.tokens_BT, rows.starts_B, rows.counts_B, rows.numbers_B)
         padded = [np.pad(part, ((0, missing), *((0, 0),) * (part.ndim - 1))) for part in parts]
-        return Rows(*padded), np.pad(slots_R, (0, missing), constant_values=self.plan.rows)
+        return Rows(*padded), np.pad(slots_R, (0, missing), constant_values=self.plan.batch_rows)
 
     def describe(self) -> str:
         """The plan in words."""
         resident, used = len(self._resident), len(self.uses)
         where = "every layer resident" if resident == used else f"{resident} of {used} layers resident"
-        return f"{self.plan.rows} rows of at most {self.plan.tokens} tokens decoded together, {where}"
+        return f"{self.plan.batch_rows} rows of at most {self.plan.tokens} tokens decoded together, {where}"
 
     def close(self) -> None:
         """Gives the device memory back."""
@@ -249,11 +249,11 @@ class _Work:
     def __init__(self, decoder: Decoder, rows: Rows) -> None:
         self.decoder = decoder
         self.rows, self.tokens = rows.tokens_BT.shape
-        pieces = range(0, self.tokens, PIECE_TOKENS)
+        chunks = range(0, self.tokens, CHUNK_TOKENS)
         self.spans = []
         self.x_BTD = []
-        for start in pieces:
-            tokens_BT = rows.tokens_BT[:, start : start + PIECE_TOKENS]
+        for start in chunks:
+            tokens_BT = rows.tokens_BT[:, start : start + CHUNK_TOKENS]
             counts_B = np.clip(rows.counts_B - start, 0, tokens_BT.shape[1]).astype(np.int32)
             starts_B = (rows.starts_B + start).astype(np.int32)
             self.spans.append(Span(decoder._put(starts_B), decoder._put(counts_B)))

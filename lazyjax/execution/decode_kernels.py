@@ -1,4 +1,4 @@
-"""Every compiled function of decoding: blocks piece by piece, and the choice of the next token.
+"""Every compiled function of decoding: blocks chunk by chunk, and the choice of the next token.
 
 As in `lazyjax.execution.kernels`, rows are split over the mesh axis `data`; parameters arrive whole, as
 `Kernels.parameters` makes them from a slab, so that a layer that stays on the device and one that was just
@@ -107,7 +107,7 @@ class DecodeKernels:
 
     @functools.cache  # noqa: B019
     def choose(self) -> Callable[..., Any]:
-        """(head parameters, table parameters | None, pieces of x_BTD, span, draw | None) -> next tokens_B.
+        """(head parameters, table parameters | None, chunks of x_BTD, span, draw | None) -> next tokens_B.
 
         The table's parameters are given where it is tied, i.e. belongs to the embedding. Without `draw` the
         most likely token is taken.
@@ -117,11 +117,11 @@ class DecodeKernels:
         def choose_tokens(
             head_params: Parameters,
             table_params: Parameters | None,
-            pieces: tuple[Array, ...],
+            chunks: tuple[Array, ...],
             span: Span,
             draw: Draw | None,
         ) -> Int32[Array, " B"]:
-            x_BTD = jnp.concatenate(pieces, axis=1)
+            x_BTD = jnp.concatenate(chunks, axis=1)
             logits_BV = self._last_logits(head_params, table_params, x_BTD, span)
             if draw is None:
                 return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)

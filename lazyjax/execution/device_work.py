@@ -74,11 +74,17 @@ class DeviceWork:
 
     def reload(self, operation: Operation) -> Pending:
         """The batch or activations, host to device."""
-        device, host, rows = self._buffers.device, self._buffers.host, self._schedule.plan.microbatch_rows
+        device, host, microbatch_rows = (
+            self._buffers.device,
+            self._buffers.host,
+            self._schedule.plan.microbatch_rows,
+        )
         waiting = []
         for buffer in operation.reads:
             if buffer.role is BufferRole.BATCH:
-                part = self._batch.slice_rows(buffer.microbatch * rows, (buffer.microbatch + 1) * rows)
+                part = self._batch.slice_rows(
+                    buffer.microbatch * microbatch_rows, (buffer.microbatch + 1) * microbatch_rows
+                )
                 device[buffer] = self._copies.batch_to_device(part)
             else:
                 waiting.append(buffer)

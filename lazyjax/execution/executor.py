@@ -215,8 +215,8 @@ class Executor:
         """
         self._unfinished.refuse_after_failure()
         self.store.settle()
-        if batch.rows != self.plan.rows:
-            raise ValueError(f"batch has {batch.rows} rows, the plan is for {self.plan.rows}")
+        if batch.rows != self.plan.batch_rows:
+            raise ValueError(f"batch has {batch.rows} rows, the plan is for {self.plan.batch_rows}")
         if not batch.target_tokens:
             raise ValueError("batch has no target tokens: every position is masked out of the loss")
         batch.check_vocabulary(self.template.spec.vocabulary_size)

@@ -54,10 +54,11 @@ class ForwardPass:
     def _run(self, batch: Batch, plan: Plan, head_kernel: EvaluationKernel) -> Iterator[Any]:
         """The results of the head's kernel, microbatch by microbatch."""
         template, copies = self._kernels.template.in_chunks(plan.token_chunk), self._copies
-        rows, count = microbatches_of(batch, plan, devices=self._kernels.devices)
-        batch = batch.with_rows(count * rows)
+        microbatch_rows, count = microbatches_of(batch, plan, devices=self._kernels.devices)
+        batch = batch.with_rows(count * microbatch_rows)
         parts = [
-            copies.batch_to_device(batch.slice_rows(part * rows, (part + 1) * rows)) for part in range(count)
+            copies.batch_to_device(batch.slice_rows(part * microbatch_rows, (part + 1) * microbatch_rows))
+            for part in range(count)
         ]
         activations = _Activations(copies, plan, [part.tokens_BT for part in parts])
         head = len(template.spec.layers) - 1

@@ -26,7 +26,7 @@ from jaxtyping import Array
 #: Copies of one shape under way; a third waits for the first.
 _SLOTS = 2
 #: Bytes that a thread copies at a time.
-_PIECE_BYTES = 2**24
+_CHUNK_BYTES = 2**24
 _REPEATS = 3
 
 
@@ -98,7 +98,7 @@ class Mapped:
 
 
 class Ring:
-    """Copies through pinned buffers, which several threads fill piece by piece.
+    """Copies through pinned buffers, which several threads fill chunk by chunk.
 
     Takes twice the bytes of every slab's shape in pinned memory.
     """
@@ -130,9 +130,9 @@ class Ring:
         copies = []
         for shard in buffer.addressable_shards:
             target, source = _bytes_of(shard.data), half[shard.index].view(np.uint8)
-            for start in range(0, source.size, _PIECE_BYTES):
-                piece = slice(start, start + _PIECE_BYTES)
-                copies.append(self._threads.submit(np.copyto, target[piece], source[piece]))
+            for start in range(0, source.size, _CHUNK_BYTES):
+                chunk = slice(start, start + _CHUNK_BYTES)
+                copies.append(self._threads.submit(np.copyto, target[chunk], source[chunk]))
         for copy in copies:
             copy.result()
         return buffer

@@ -29,13 +29,13 @@ from lazyjax.huggingface.key_maps import (
 )
 from lazyjax.huggingface.parameters import ParameterStore
 from lazyjax.huggingface.tensor_files import (
+    CHUNK_BYTES,
     ELEMENT_BYTES,
     FLOAT_DTYPES,
-    PIECE_BYTES,
     CheckpointError,
     StoredTensor,
+    read_chunks,
     read_header,
-    read_pieces,
     read_tensor,
 )
 from lazyjax.models.template import ModelTemplate
@@ -255,17 +255,17 @@ def _check_repeated(folder: Path, repeated: StoredTensor, table: StoredTensor) -
 
 
 def _in_common_type(*tensors: StoredTensor) -> list[Iterator[bytes]]:
-    """The tensors' bytes in pieces of equally many elements, rounded to the narrowest of their types."""
+    """The tensors' bytes in chunks of equally many elements, rounded to the narrowest of their types."""
     narrowest = FLOAT_DTYPES[min((tensor.dtype for tensor in tensors), key=lambda name: ELEMENT_BYTES[name])]
-    elements = PIECE_BYTES // 4
+    elements = CHUNK_BYTES // 4
 
-    def pieces(tensor: StoredTensor) -> Iterator[bytes]:
+    def chunks(tensor: StoredTensor) -> Iterator[bytes]:
         stored_type = FLOAT_DTYPES[tensor.dtype]
-        for piece in read_pieces(tensor, elements * stored_type.itemsize):
+        for chunk in read_chunks(tensor, elements * stored_type.itemsize):
             if stored_type == narrowest:
-                yield piece
+                yield chunk
             else:
                 with np.errstate(over="ignore"):  # infinities are equal to no finite value
-                    yield np.frombuffer(piece, stored_type).astype(narrowest).tobytes()
+                    yield np.frombuffer(chunk, stored_type).astype(narrowest).tobytes()
 
-    return [pieces(tensor) for tensor in tensors]
+    return [chunks(tensor) for tensor in tensors]

@@ -37,7 +37,7 @@ from lazyjax.huggingface.tensor_files import (
     CheckpointError,
     OutgoingTensor,
     StoredTensor,
-    read_pieces,
+    read_chunks,
     write_file,
 )
 from lazyjax.models.template import ModelTemplate
@@ -112,7 +112,7 @@ def export(
     rest: Sequence[StoredTensor] = () if binding is None else binding.rest
     tensors = [_outgoing(entry, store, stored_dtype) for entry in entries]
     tensors += [
-        OutgoingTensor(tensor.key, tensor.dtype, tensor.shape, functools.partial(read_pieces, tensor))
+        OutgoingTensor(tensor.key, tensor.dtype, tensor.shape, functools.partial(read_chunks, tensor))
         for tensor in rest
     ]
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -156,12 +156,12 @@ def check_room(folder: Path, needed_bytes: int) -> None:
 
 
 def _outgoing(entry: Entry, store: ReadableStore, stored_dtype: str) -> OutgoingTensor:
-    pieces = functools.partial(_pieces, store.layers[entry.layer_index], entry, stored_dtype)
-    return OutgoingTensor(entry.key, stored_dtype, entry.stored_shape, pieces)
+    chunks = functools.partial(_chunks, store.layers[entry.layer_index], entry, stored_dtype)
+    return OutgoingTensor(entry.key, stored_dtype, entry.stored_shape, chunks)
 
 
-def _pieces(layer: ReadableLayer, entry: Entry, stored_dtype: str) -> Iterator[memoryview]:
-    for master in layer.master_pieces(entry.parameter, functools.partial(to_stored, entry.transform)):
+def _chunks(layer: ReadableLayer, entry: Entry, stored_dtype: str) -> Iterator[memoryview]:
+    for master in layer.master_chunks(entry.parameter, functools.partial(to_stored, entry.transform)):
         # ml_dtypes rounds to nearest even, as Transformers and the reference checkpoints do.
         yield memoryview(master.astype(FLOAT_DTYPES[stored_dtype]).reshape(-1).view(np.uint8))
 
@@ -183,9 +183,9 @@ def _write_weights(
 ) -> None:
     total = sum(tensor.bytes for tensor in tensors)
 
-    def report(key: str, piece_bytes: int) -> None:
+    def report(key: str, chunk_bytes: int) -> None:
         if progress is not None:
-            progress(key, piece_bytes, total)
+            progress(key, chunk_bytes, total)
 
     shards = _shards(tensors, max_shard_bytes)
     if len(shards) == 1:

@@ -58,8 +58,8 @@ def nonfinite_tensors(template: ModelTemplate, store: ReadableStore) -> tuple[No
     """
     found = []
     for entry in key_map(template):
-        pieces = store.layers[entry.layer_index].master_pieces(entry.parameter, lambda array: array)
-        counts = [count for count in map(count_nonfinite, pieces) if count is not None]
+        chunks = store.layers[entry.layer_index].master_chunks(entry.parameter, lambda array: array)
+        counts = [count for count in map(count_nonfinite, chunks) if count is not None]
         if counts:
             nan, infinite = map(sum, zip(*counts, strict=True))
             found.append(NonFinite(entry.key, nan, infinite))

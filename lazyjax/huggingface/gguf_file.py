@@ -157,9 +157,7 @@ def _tensors(template: ModelTemplate, store: ReadableStore) -> list[_Outgoing]:
     import gguf
 
     config = template.config
-    names = gguf.get_tensor_name_map(
-        gguf.MODEL_ARCH[_family(config).upper()], config.num_hidden_layers
-    )
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[_family(config).upper()], config.num_hidden_layers)
     tensors = []
     for entry in key_map(template):
         key = entry.key.replace(".dt_bias", ".dt_proj.bias")
@@ -185,10 +183,10 @@ def _values(
     entry: Entry, store: ReadableStore, config: Architecture, shape: tuple[int, ...]
 ) -> Callable[[], Float32[np.ndarray, "..."]]:
     def read() -> Float32[np.ndarray, "..."]:
-        pieces = store.layers[entry.layer_index].master_pieces(
+        chunks = store.layers[entry.layer_index].master_chunks(
             entry.parameter, lambda array: to_stored(entry.transform, array)
         )
-        value = np.concatenate(list(pieces)).reshape(shape)
+        value = np.concatenate(list(chunks)).reshape(shape)
         if isinstance(config, Qwen2Architecture) and not config.qkv_bias:
             heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
             for projection, count in heads.items():

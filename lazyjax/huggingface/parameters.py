@@ -10,14 +10,14 @@ import numpy as np
 from lazyjax.huggingface.key_maps import Entry, Transform, to_parameter
 from lazyjax.huggingface.tensor_files import StoredTensor, read_tensor
 
-_PIECE_ELEMENTS = 1 << 20
+_CHUNK_ELEMENTS = 1 << 20
 
 
 @runtime_checkable
 class ReadableLayer(Protocol):
     """One layer's master weights, to be read."""
 
-    def master_pieces(
+    def master_chunks(
         self, segment_name: str, arrange: Callable[[np.ndarray], np.ndarray]
     ) -> Iterator[np.ndarray]:
         """The fp32 values of one parameter as `arrange` orders them, some rows at a time."""
@@ -59,13 +59,13 @@ class _StoredLayer:
     def __init__(self, held: Mapping[str, tuple[Transform, StoredTensor]]) -> None:
         self._held = held
 
-    def master_pieces(
+    def master_chunks(
         self, segment_name: str, arrange: Callable[[np.ndarray], np.ndarray]
     ) -> Iterator[np.ndarray]:
         """Reads the tensor whole, in its stored type, and widens some rows at a time."""
         transform, tensor = self._held[segment_name]
         arranged = arrange(to_parameter(transform, read_tensor(tensor)))
-        rows = max(1, _PIECE_ELEMENTS * arranged.shape[0] // max(arranged.size, 1))
+        rows = max(1, _CHUNK_ELEMENTS * arranged.shape[0] // max(arranged.size, 1))
         for start in range(0, arranged.shape[0], rows):
             yield np.ascontiguousarray(arranged[start : start + rows], np.float32)
 

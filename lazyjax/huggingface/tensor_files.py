@@ -50,7 +50,7 @@ FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
 }
 #: Bytes moved at a time when a tensor need not be held whole.
-PIECE_BYTES = 4 * 2**20
+CHUNK_BYTES = 4 * 2**20
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -148,27 +148,27 @@ def read_tensor(tensor: StoredTensor) -> Shaped[np.ndarray, "..."]:
     return value
 
 
-def read_pieces(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
-    """The tensor's bytes in order, whatever its type, at most `piece_bytes` at a time."""
+def read_chunks(tensor: StoredTensor, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """The tensor's bytes in order, whatever its type, at most `chunk_bytes` at a time."""
     with tensor.path.open("rb") as file:
         file.seek(tensor.offset)
         left = tensor.bytes
         while left:
-            piece = file.read(min(piece_bytes, left))
-            if not piece:
+            chunk = file.read(min(chunk_bytes, left))
+            if not chunk:
                 raise CheckpointError(f"{tensor.path}: ended inside tensor {tensor.key}")
-            left -= len(piece)
-            yield piece
+            left -= len(chunk)
+            yield chunk
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutgoingTensor:
-    """One tensor to be written; `pieces` yields its bytes in order and is called once."""
+    """One tensor to be written; `chunks` yields its bytes in order and is called once."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterator[bytes | memoryview]]
+    chunks: Callable[[], Iterator[bytes | memoryview]]
 
     @property
     def bytes(self) -> int:
@@ -181,15 +181,15 @@ def write_file(
     tensors: Sequence[OutgoingTensor],
     progress: Callable[[str, int], None] | None = None,
 ) -> None:
-    """Writes a safetensors file: the header, then each tensor as its pieces come.
+    """Writes a safetensors file: the header, then each tensor as its chunks come.
 
     Args:
         path: must not exist.
         tensors: wider element types are placed first, so that every tensor is aligned.
-        progress: called with (key, bytes written) after each piece.
+        progress: called with (key, bytes written) after each chunk.
 
     Raises:
-        ValueError: a tensor whose pieces do not add up to its size.
+        ValueError: a tensor whose chunks do not add up to its size.
     """
     ordered = sorted(tensors, key=lambda tensor: -ELEMENT_BYTES[tensor.dtype])
     # Transformers refuses files whose metadata does not name a framework's layout.
@@ -209,11 +209,11 @@ def write_file(
         file.write(text)
         for tensor in ordered:
             written = 0
-            for piece in tensor.pieces():
-                piece_bytes = file.write(piece)
-                written += piece_bytes
+            for chunk in tensor.chunks():
+                chunk_bytes = file.write(chunk)
+                written += chunk_bytes
                 if progress is not None:
-                    progress(tensor.key, piece_bytes)
+                    progress(tensor.key, chunk_bytes)
             if written != tensor.bytes:
                 raise ValueError(f"{tensor.key}: {written} bytes given for {tensor.bytes}")
         file.flush()

@@ -1,7 +1,7 @@
 """Layers that go on from what they remember: keys and values, and the inputs of a short convolution.
 
-A row is decoded in pieces: first its prompt, then token by token. Every piece is a `Span`, and every
-layer gets the state that the piece before left behind. Pieces of one call have one width T; a row that
+A row is decoded in chunks: first its prompt, then token by token. Every chunk is a `Span`, and every
+layer gets the state that the chunk before left behind. Chunks of one call have one width T; a row that
 has fewer tokens there is filled up at its end, and what stands in that filling reaches neither the
 state nor the outputs of the tokens before it.
 

@@ -26,7 +26,7 @@ from lazyjax.specs import TensorSpec
 
 @runtime_checkable
 class DecoderBlock(Protocol):
-    """A module that maps x_BTD to x_BTD, at once or piece by piece."""
+    """A module that maps x_BTD to x_BTD, at once or chunk by chunk."""
 
     def __call__(self, x_BTD: Array, context: Context) -> Array:
         """Whole rows, or several segments in a row."""
@@ -36,10 +36,8 @@ class DecoderBlock(Protocol):
         """As a call, at most `width` tokens of every row at a time."""
         ...
 
-    def step(
-        self, x_BTD: Array, state: tuple[Array, ...], span: Span
-    ) -> tuple[Array, tuple[Array, ...]]:
-        """A piece of every row, after the tokens that `state` holds."""
+    def step(self, x_BTD: Array, state: tuple[Array, ...], span: Span) -> tuple[Array, tuple[Array, ...]]:
+        """A chunk of every row, after the tokens that `state` holds."""
         ...
 
     def state_shapes(self, rows: int, tokens: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -116,9 +114,7 @@ def decoder_kind(name: str, build: Callable[[nnx.Rngs], Any], hidden_size: int) 
             apply=_chunked_apply(rebuild, width),
         )
 
-    return dataclasses.replace(
-        whole, decoding=Decoding(step, described.state_shapes), in_chunks=in_chunks
-    )
+    return dataclasses.replace(whole, decoding=Decoding(step, described.state_shapes), in_chunks=in_chunks)
 
 
 def _chunked_apply(rebuild: Callable[[tuple[Array, ...]], Any], width: int) -> Apply:

@@ -39,7 +39,7 @@ class Context(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decoding:
-    """How a block runs over a piece of its rows, given what it remembers of the tokens before.
+    """How a block runs over a chunk of its rows, given what it remembers of the tokens before.
 
     Attributes:
         step: pure function (parameters in flat order, x_BTD, state, span) -> (x_BTD, state).

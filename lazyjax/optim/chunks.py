@@ -1,4 +1,4 @@
-"""How a slab is cut into the pieces that update threads take, and where each keeps its state."""
+"""How a slab is cut into the chunks that update threads take, and where each keeps its state."""
 
 from __future__ import annotations
 

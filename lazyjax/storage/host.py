@@ -30,7 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 #: Elements converted at a time when a tensor is stored.
-_PIECE_ELEMENTS = 2**20
+_CHUNK_ELEMENTS = 2**20
 #: What a layer's slabs are called, with what a missing one is doing elsewhere.
 SLABS = (Part.HI, Part.LO, Part.GRADIENT)
 
@@ -58,7 +58,7 @@ class LayerSlabs:
         part = slice(segment.offset, segment.offset + segment.elements)
         return join_master(self.hi[part], self.lo[part]).reshape(segment.shape)
 
-    def master_pieces(
+    def master_chunks(
         self, segment_name: str, arrange: Callable[[np.ndarray], np.ndarray]
     ) -> Iterator[np.ndarray]:
         """The fp32 master weights of one tensor as `arrange` orders them, some rows at a time.
@@ -74,10 +74,10 @@ class LayerSlabs:
         part = slice(segment.offset, segment.offset + segment.elements)
         hi = arrange(self.hi[part].reshape(segment.shape))
         lo = arrange(self.lo[part].reshape(segment.shape))
-        rows = max(1, _PIECE_ELEMENTS * hi.shape[0] // hi.size)
+        rows = max(1, _CHUNK_ELEMENTS * hi.shape[0] // hi.size)
         for start in range(0, hi.shape[0], rows):
-            piece = slice(start, start + rows)
-            yield join_master(np.ascontiguousarray(hi[piece]), np.ascontiguousarray(lo[piece]))
+            chunk = slice(start, start + rows)
+            yield join_master(np.ascontiguousarray(hi[chunk]), np.ascontiguousarray(lo[chunk]))
 
     def set_master(self, segment_name: str, value: np.ndarray) -> None:
         """Stores `value` (any float dtype, the segment's shape) as fp32 master weights.
@@ -88,10 +88,10 @@ class LayerSlabs:
         segment = self._segment(segment_name)
         if value.shape != segment.shape:
             raise ValueError(f"{segment_name}: shape {value.shape}, expected {segment.shape}")
-        # In pieces along the first axis: `value` may be a bf16 or transposed view of a large
+        # In chunks along the first axis: `value` may be a bf16 or transposed view of a large
         # tensor, and an fp32 copy of the whole would triple the memory it takes.
         row_elements = segment.elements // segment.shape[0]
-        rows = max(1, _PIECE_ELEMENTS // row_elements)
+        rows = max(1, _CHUNK_ELEMENTS // row_elements)
         for start in range(0, segment.shape[0], rows):
             flat = np.ascontiguousarray(value[start : start + rows], dtype=np.float32).reshape(-1)
             first = segment.offset + start * row_elements
@@ -135,11 +135,11 @@ class LayerOnDrive:
         """As `LayerSlabs.master`."""
         return self._masters().master(segment_name)
 
-    def master_pieces(
+    def master_chunks(
         self, segment_name: str, arrange: Callable[[np.ndarray], np.ndarray]
     ) -> Iterator[np.ndarray]:
-        """As `LayerSlabs.master_pieces`."""
-        return self._masters().master_pieces(segment_name, arrange)
+        """As `LayerSlabs.master_chunks`."""
+        return self._masters().master_chunks(segment_name, arrange)
 
     def set_master(self, segment_name: str, value: np.ndarray) -> None:
         """As `LayerSlabs.set_master`; written to the drive when another layer is asked for."""

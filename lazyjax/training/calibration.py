@@ -96,7 +96,7 @@ def profile_request(
     request = build_request(
         template,
         profile,
-        rows=config.data.rows,
+        batch_rows=config.data.rows,
         sequence_length=config.data.sequence_length,
         optimizer=config.optimizer.name,
         compute_dtype=config.model.compute_dtype,
@@ -157,11 +157,13 @@ def measured_profile(
         return measure_profile(CALIBRATE, options, probes, progress=advance)
 
 
-def _profile_costs(config: Config, template: ModelTemplate, profile: HardwareProfile, rows: int) -> Costs:
+def _profile_costs(
+    config: Config, template: ModelTemplate, profile: HardwareProfile, microbatch_rows: int
+) -> Costs:
     return template_costs(
         template,
         profile,
-        rows=rows,
+        microbatch_rows=microbatch_rows,
         sequence_length=config.data.sequence_length,
         optimizer=make_host_optimizer(config.optimizer.name, threads=1, path="pure"),
         compute_dtype=config.model.compute_dtype,
@@ -188,16 +190,16 @@ def _timed_costs(
         compute_dtype=config.model.compute_dtype,
         gradient_dtype=config.optimizer.gradient_dtype,
     )
-    rows = config.data.rows
+    batch_rows = config.data.rows
     capacity = config.plan.device_bytes or profile.device_bytes
     sizes = timed_rows(
-        rows,
+        batch_rows,
         microbatches=microbatches,
         devices=config.plan.devices,
         fits=lambda size: kernel_bytes(predicted(size)) <= capacity,
     )
     words = " and ".join(map(str, sizes))
-    expected = timing_seconds(predicted, template, sizes, rows=rows)
+    expected = timing_seconds(predicted, template, sizes, batch_rows=batch_rows)
     if config.plan.hardware == AUTO and expected > _AUTO_SECONDS:
         say(
             console,
@@ -206,10 +208,10 @@ def _timed_costs(
         )
         return None
     with stage(console, f"calibrating: timing kernels of microbatches of {words} rows") as advance:
-        timed = time_kernels(predicted, kernels, sizes, rows=rows, advance=advance)
+        timed = time_kernels(predicted, kernels, sizes, batch_rows=batch_rows, advance=advance)
 
     @functools.cache
     def costs(microbatch_rows: int) -> Costs:
-        return timed_costs(predicted, timed, rows=microbatch_rows)
+        return timed_costs(predicted, timed, microbatch_rows=microbatch_rows)
 
     return costs

@@ -109,7 +109,7 @@ def check_step_memory(config: Config, template: ModelTemplate, device: jax.Devic
         if not is_solved(config):
             _check_fixed(config, template, request, keys)
         elif not feasible(request):
-            finest = dataclasses.replace(request, microbatches=request.microbatches or request.rows)
+            finest = dataclasses.replace(request, microbatches=request.microbatches or request.batch_rows)
             lean = [problem_of(request, setting, lean=True) for setting in settings_of(finest)]
             shortfall = nearest_miss(lean)
             words = refusal(request, shortfall, _offers(config, ask))
@@ -180,7 +180,7 @@ def _request(
     request = build_request(
         template,
         profile,
-        rows=config.data.rows,
+        batch_rows=config.data.rows,
         sequence_length=config.data.sequence_length,
         optimizer=optimizer,
         compute_dtype=config.model.compute_dtype,

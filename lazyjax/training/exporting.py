@@ -150,9 +150,7 @@ def _choose(folder: pathlib.Path, step: str) -> pathlib.Path:
 class CheckpointParameters:
     """A checkpoint's master weights, restored when they are asked for; one layer is held at a time."""
 
-    def __init__(
-        self, checkpoint: checkpoints.Checkpoint, spec: ModelSpec, optimizer: HostOptimizer
-    ) -> None:
+    def __init__(self, checkpoint: checkpoints.Checkpoint, spec: ModelSpec, optimizer: HostOptimizer) -> None:
         self._checkpoint, self._spec, self._optimizer = checkpoint, spec, optimizer
         self._held: tuple[int, LayerSlabs] | None = None
         self._layers = tuple(_CheckpointLayer(self, index) for index in range(len(spec.layers)))
@@ -178,11 +176,11 @@ class _CheckpointLayer:
     parameters: CheckpointParameters
     index: int
 
-    def master_pieces(
+    def master_chunks(
         self, segment_name: str, arrange: Callable[[np.ndarray], np.ndarray]
     ) -> Iterator[np.ndarray]:
-        """As `LayerSlabs.master_pieces`."""
-        return self.parameters.slabs(self.index).master_pieces(segment_name, arrange)
+        """As `LayerSlabs.master_chunks`."""
+        return self.parameters.slabs(self.index).master_chunks(segment_name, arrange)
 
 
 def find_model(source: pathlib.Path) -> pathlib.Path:

@@ -95,7 +95,7 @@ class Replanner:
         """
         if not self._after - _TIMED_STEPS < step <= self._after:
             return None
-        share = padded_tokens / (executor.plan.rows * executor.plan.sequence_length)
+        share = padded_tokens / (executor.plan.batch_rows * executor.plan.sequence_length)
         self._timed.append(TimedStep(executor.timeline().events, share))
         if step < self._after:
             return None
@@ -189,8 +189,8 @@ def replan(
     """
     running = executor.plan
 
-    def costs_of(rows: int) -> CostModel:
-        return costs if rows == costs.rows else request.costs(rows)
+    def costs_of(microbatch_rows: int) -> CostModel:
+        return costs if microbatch_rows == costs.microbatch_rows else request.costs(microbatch_rows)
 
     same = dataclasses.replace(
         request, costs=costs_of, microbatches=running.microbatches, interlayer_home=running.interlayer_home

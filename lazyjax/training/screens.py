@@ -97,7 +97,9 @@ def show_closing(console: Console, plan: Plan, run: Run, *, buffer_bytes: int, h
     busy = busy_sentence(run)
     if busy is not None:
         say(console, busy)
-    share = sum(step["padded_tokens"] for step in steps) / (len(steps) * plan.rows * plan.sequence_length)
+    share = sum(step["padded_tokens"] for step in steps) / (
+        len(steps) * plan.batch_rows * plan.sequence_length
+    )
     if share < 0.99:
         say(
             console,

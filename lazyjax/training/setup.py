@@ -345,9 +345,7 @@ def prepare(config: Config, console: Console, resume: Resume | None = None) -> I
     choice = choose(inputs.config, inputs.template, kernels, console, known, beside)
     schedules = checked_schedules(kernels, inputs.optimizer)
     check_capacity(
-        needed_bytes(
-            schedules(choice.plan, choice.plan.sequence_length), beside, devices=inputs.mesh.size
-        ),
+        needed_bytes(schedules(choice.plan, choice.plan.sequence_length), beside, devices=inputs.mesh.size),
         optimizer_name=inputs.optimizer.name,
         nvme_folders=config.plan.drives,
         host_bytes=config.plan.host_bytes,
@@ -505,7 +503,7 @@ def _facts(config: Config, spec: ModelSpec, choice: Choice, inputs: _Inputs) -> 
         "parameters": spec.parameter_count,
         **plan_facts(plan),
         "optimizer": config.optimizer.name,
-        "rows": plan.rows,
+        "rows": plan.batch_rows,
         "sequence_length": plan.sequence_length,
         "device": device_label(device),
         "platform": device.platform,

@@ -134,7 +134,7 @@ def fixed_plan(config: Config, template: ModelTemplate) -> Plan:
     Raises:
         PlanError: it was made for something else, or needs a drive or devices that are not there.
     """
-    batch = {"rows": config.data.rows, "sequence_length": config.data.sequence_length}
+    batch = {"batch_rows": config.data.rows, "sequence_length": config.data.sequence_length}
     if config.plan.file is not None:
         plan = _load(config, batch)
     else:
@@ -199,9 +199,11 @@ def _check_runs(plan: Plan, config: Config, template: ModelTemplate) -> None:
         raise PlanError(f"{config.plan.file}: {error}" if config.plan.file else str(error)) from error
     if uses_nvme(plan) and not config.plan.drives:
         raise PlanError(f"{config.plan.file}: the plan uses NVMe; set plan.nvme_folder to a folder there")
-    rows, devices = plan.microbatch_rows, config.plan.devices
-    if rows % devices:
-        raise PlanError(f"plan.devices ({devices}) does not divide the {rows} rows of a microbatch")
+    microbatch_rows, devices = plan.microbatch_rows, config.plan.devices
+    if microbatch_rows % devices:
+        raise PlanError(
+            f"plan.devices ({devices}) does not divide the {microbatch_rows} rows of a microbatch"
+        )
 
 
 def _solve(config: Config, request: Request, console: Console | None) -> Plan:
@@ -225,7 +227,7 @@ def _verify_structure(plan: Plan, config: Config, template: ModelTemplate) -> No
     """Order, buffers and precedence; without a machine there are no times or capacities to check."""
     sizes = model_sizes(
         template,
-        rows=plan.microbatch_rows,
+        microbatch_rows=plan.microbatch_rows,
         sequence_length=plan.sequence_length,
         compute_dtype=config.model.compute_dtype,
         gradient_dtype=config.optimizer.gradient_dtype,

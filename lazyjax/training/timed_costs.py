@@ -2,7 +2,7 @@
 
 Compiling is what takes long, so not every size is timed. Kernels of other sizes take their
 prediction times the ratio of measured to predicted seconds at the timed sizes. Between two timed
-sizes that ratio is linear in 1 / rows: a fixed part of every call (launches, small arrays) weighs
+sizes that ratio is linear in 1 / microbatch_rows: a fixed part of every call (launches, small arrays) weighs
 less the more rows there are. Working sets, where the device tells them, follow in the same way.
 Nor is every kernel of a timed size: what accumulating a gradient adds to a backward call is timed
 where nothing was saved, and holds where everything was.
@@ -41,21 +41,21 @@ _COMPILE_SECONDS = 1.5
 
 
 def timed_rows(
-    rows: int,
+    batch_rows: int,
     *,
     microbatches: int | None = None,
     devices: int = 1,
     fits: Callable[[int], bool] = lambda size: True,
 ) -> tuple[int, ...]:
-    """Microbatch sizes to time for a batch of `rows`: the only one, or the smallest and the largest.
+    """Microbatch sizes to time for a batch of `batch_rows`: the only one, or the smallest and the largest.
 
     Args:
         fits: whether the kernels of microbatches of a size can be called at all; larger ones than that
             cannot be in a plan either.
     """
     if microbatches is not None:
-        return (-(-rows // microbatches),)
-    sizes = sorted({-(-rows // count) for count in microbatch_counts(rows, devices)})
+        return (-(-batch_rows // microbatches),)
+    sizes = sorted({-(-batch_rows // count) for count in microbatch_counts(batch_rows, devices)})
     largest = next((size for size in reversed(sizes) if fits(size)), sizes[0])
     return tuple(sorted({sizes[0], largest}))
 
@@ -74,26 +74,30 @@ def kernel_bytes(costs: Costs) -> int:
 
 
 def timing_seconds(
-    predicted: Callable[[int], Costs], template: ModelTemplate, sizes: Sequence[int], *, rows: int
+    predicted: Callable[[int], Costs], template: ModelTemplate, sizes: Sequence[int], *, batch_rows: int
 ) -> float:
     """About how long `time_kernels` takes: compiling, and calls as long as the rates say."""
     return sum(
         _COMPILE_SECONDS + _CALLS * predicted(size).operation_seconds(operation)
-        for size, by_key in _operations(predicted, template, sizes, rows).items()
+        for size, by_key in _operations(predicted, template, sizes, batch_rows).items()
         for key, operation in by_key.items()
         if not _follows(key)
     )
 
 
 def _operations(
-    predicted: Callable[[int], Costs], template: ModelTemplate, sizes: Sequence[int], rows: int
+    predicted: Callable[[int], Costs], template: ModelTemplate, sizes: Sequence[int], batch_rows: int
 ) -> dict[int, dict[MeasuredKey, Operation]]:
     """Rows of a microbatch -> kernel -> an operation that calls it, of two opposite plans."""
     names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
     operations: dict[int, dict[MeasuredKey, Operation]] = {}
     for size in sizes:
         costs = predicted(size)
-        batch = {"rows": rows, "sequence_length": costs.sequence_length, "microbatches": -(-rows // size)}
+        batch = {
+            "batch_rows": batch_rows,
+            "sequence_length": costs.sequence_length,
+            "microbatches": -(-batch_rows // size),
+        }
         operations[size] = {
             measured_key(operation, template.spec): operation
             for planner in (recompute_all, keep_all)
@@ -105,9 +109,9 @@ def _operations(
 
 @dataclasses.dataclass(frozen=True)
 class TimedSize:
-    """What was measured of microbatches of `rows`, and the operation that stands for each kernel."""
+    """What was measured of microbatches of one size, and the operation that each kernel was timed for."""
 
-    rows: int
+    microbatch_rows: int
     operations: Mapping[MeasuredKey, Operation]
     found: Calibration
 
@@ -117,17 +121,17 @@ def time_kernels(
     kernels: Kernels,
     sizes: Sequence[int],
     *,
-    rows: int,
+    batch_rows: int,
     advance: Advance = lambda what, done, total: None,
 ) -> tuple[TimedSize, ...]:
     """Times the kernels that two opposite plans call, one that recomputes all and one that keeps all.
 
     Args:
-        predicted: rows of a microbatch -> costs from rates.
+        predicted: microbatch_rows -> costs from rates.
         sizes: rows of the microbatches to time.
-        rows: of the batch.
+        batch_rows: of the batch.
     """
-    operations = _operations(predicted, kernels.template, sizes, rows)
+    operations = _operations(predicted, kernels.template, sizes, batch_rows)
     total, done = sum(not _follows(key) for by_key in operations.values() for key in by_key), 0
     timed = []
     for size, by_key in operations.items():
@@ -140,10 +144,10 @@ def time_kernels(
         found = calibrate(
             kernels,
             [key for key in by_key if not _follows(key)],
-            rows=size,
+            microbatch_rows=size,
             sequence_length=predicted(size).sequence_length,
             repeats=3,
-            microbatches=-(-rows // size),
+            microbatches=-(-batch_rows // size),
             # A CPU's device memory is the host's: its scratch is not worth compiling everything twice.
             working_sets=jax.default_backend() != "cpu",
             progress=progress,
@@ -171,23 +175,33 @@ def _completed(found: Calibration, keys: Iterable[MeasuredKey]) -> Calibration:
     return Calibration(seconds, working_bytes)
 
 
-def timed_costs(predicted: Callable[[int], Costs], timed: Sequence[TimedSize], *, rows: int) -> Costs:
-    """Costs of microbatches of `rows`: as measured where they were timed, or else in proportion.
+def timed_costs(
+    predicted: Callable[[int], Costs], timed: Sequence[TimedSize], *, microbatch_rows: int
+) -> Costs:
+    """Costs of microbatches of `microbatch_rows`: as measured where they were timed, or else in proportion.
 
     Sets of residuals between nothing and everything take their prediction, scaled as those two
     were (`Costs.with_measured`).
 
     Args:
-        predicted: rows of a microbatch -> costs from rates.
+        predicted: microbatch_rows -> costs from rates.
         timed: what `time_kernels` gives; at least one size, in ascending order.
     """
-    costs = predicted(rows)
+    costs = predicted(microbatch_rows)
     for size in timed:
-        if size.rows == rows:
+        if size.microbatch_rows == microbatch_rows:
             return costs.with_measured(size.found.seconds, size.found.working_bytes)
     low, high = timed[0], timed[-1]
-    small, large = _ratios(predicted(low.rows), low), _ratios(predicted(high.rows), high)
-    share = 1.0 if low is high else (1 / rows - 1 / high.rows) / (1 / low.rows - 1 / high.rows)
+    small, large = (
+        _ratios(predicted(low.microbatch_rows), low),
+        _ratios(predicted(high.microbatch_rows), high),
+    )
+    share = (
+        1.0
+        if low is high
+        else (1 / microbatch_rows - 1 / high.microbatch_rows)
+        / (1 / low.microbatch_rows - 1 / high.microbatch_rows)
+    )
     share = min(1.0, max(0.0, share))
     alone = _alone(costs)
     seconds, working_bytes = dict[MeasuredKey, float](), dict[MeasuredKey, int]()

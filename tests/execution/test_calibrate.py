@@ -21,11 +21,11 @@ def test_every_kernel_of_the_schedules_is_timed_and_used(tied: bool) -> None:
     template = tiny.template("qwen2", tied=tied, blocks=1)
     names = tiny.residual_names(template)
     costs = template_costs(
-        template, load_profile("h800-paper"), rows=ROWS, sequence_length=TOKENS,
+        template, load_profile("h800-paper"), microbatch_rows=ROWS, sequence_length=TOKENS,
         optimizer=make_host_optimizer("hybrid8bit"), compute_dtype="float32", gradient_dtype="float32",
     )  # fmt: skip
     plans = [
-        planner(template.spec, names, rows=2 * ROWS, sequence_length=TOKENS, microbatches=2)
+        planner(template.spec, names, batch_rows=2 * ROWS, sequence_length=TOKENS, microbatches=2)
         for planner in (recompute_all, keep_all)
     ]
     schedules = [build_schedule(plan, costs.sizes) for plan in plans]
@@ -33,7 +33,7 @@ def test_every_kernel_of_the_schedules_is_timed_and_used(tied: bool) -> None:
     keys = kernels_of(schedules, kernels)
     assert len(set(keys)) == len(keys)
     assert {key.phase for key in keys} == {Action.FORWARD, Action.BACKWARD, Action.LOSS}
-    found = calibrate(kernels, keys, rows=ROWS, sequence_length=TOKENS, repeats=2)
+    found = calibrate(kernels, keys, microbatch_rows=ROWS, sequence_length=TOKENS, repeats=2)
     assert set(found.seconds) == set(found.working_bytes) == set(keys)
     timed = costs.with_measured(found.seconds, found.working_bytes)
     for schedule in schedules:

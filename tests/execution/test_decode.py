@@ -176,14 +176,14 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
             Sampling(**bad)  # type: ignore[arg-type]
 
 
-def test_long_prompts_in_pieces_and_any_prefetch_give_the_same_answers(
+def test_long_prompts_in_chunks_and_any_prefetch_give_the_same_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny.template("qwen3_5", tied=False, blocks=4)
     store = tiny.filled_store(model, reference.random_parameters(model, seed=0))
     kernels = Kernels(model, data_mesh(), compute_dtype="float32")
     whole = answers(kernels, store)
-    monkeypatch.setattr(decode, "PIECE_TOKENS", 8)
+    monkeypatch.setattr(decode, "CHUNK_TOKENS", 8)
     assert answers(kernels, store) == whole
     for prefetch in (1, 3):
         decoder = Decoder(kernels, store, DecodePlan(3, TOKENS, (2,), prefetch), GREEDY)

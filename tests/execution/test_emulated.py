@@ -51,7 +51,7 @@ def plan_of(home: str, microbatches: int = 4, state: str = "host", **settings: o
     if state == "everything":
         layers = [layer.with_on_nvme(frozenset(Part)) for layer in layers]
     return Plan(
-        model="emulated", planner=home, rows=ROWS, sequence_length=LENGTH, microbatches=microbatches,
+        model="emulated", planner=home, batch_rows=ROWS, sequence_length=LENGTH, microbatches=microbatches,
         reload_ahead=2, layers=tuple(layers), **settings,
     )  # fmt: skip
 
@@ -63,7 +63,7 @@ def costs(rows: int) -> Costs:
     faster = {"h2d_bytes_per_second": 5e10, "d2h_bytes_per_second": 5e10}
     faster |= {"nvme_read_bytes_per_second": 2e10, "nvme_write_bytes_per_second": 2e10}
     return template_costs(
-        model(), profile.model_copy(update=faster), rows=rows, sequence_length=LENGTH,
+        model(), profile.model_copy(update=faster), microbatch_rows=rows, sequence_length=LENGTH,
         optimizer=make_host_optimizer("hybrid8bit", threads=1, path="pure"),
     )  # fmt: skip
 

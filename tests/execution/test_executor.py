@@ -37,7 +37,7 @@ def host_plan(model: ModelTemplate, rows: int, microbatches: int) -> Plan:
     return Plan(
         model=model.spec.name,
         planner="host",
-        rows=rows,
+        batch_rows=rows,
         sequence_length=LENGTH,
         microbatches=microbatches,
         interlayer_home="host",

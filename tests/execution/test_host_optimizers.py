@@ -48,7 +48,7 @@ def plan(update: str) -> Plan:
     return BASELINES["recompute_all"](
         MODEL.spec,
         tiny.residual_names(MODEL),
-        rows=ROWS,
+        batch_rows=ROWS,
         sequence_length=LENGTH,
         microbatches=2,
         update=update,

@@ -89,9 +89,9 @@ def assert_close(actual: np.ndarray, expected: object, name: str, bound: float =
 def check_against_oracle(
     model: ModelTemplate, plan: Plan, folder: pathlib.Path, devices: int = 1, segments: bool = False
 ) -> None:
-    losses, gradients, final = expectation(model, segments, plan.rows)
+    losses, gradients, final = expectation(model, segments, plan.batch_rows)
     with executor_for(model, plan, folder, devices) as (executor, store), jax.transfer_guard("disallow"):
-        for step, batch in enumerate(batches_of(segments, plan.rows)):
+        for step, batch in enumerate(batches_of(segments, plan.batch_rows)):
             result = executor.train_step(batch, RATE)
             assert not result.skipped
             assert result.loss == pytest.approx(losses[step], rel=1e-6 if step == 0 else 1e-5)
@@ -134,7 +134,7 @@ def test_baseline_plans_equal_the_oracle(
     plan = BASELINES[planner](
         model.spec,
         tiny.residual_names(model),
-        rows=ROWS,
+        batch_rows=ROWS,
         sequence_length=LENGTH,
         microbatches=microbatches,
         interlayer_home="host" if microbatches == 3 and planner != "keep_all" else "device",
@@ -154,7 +154,7 @@ def mixed_plan(model: ModelTemplate, microbatches: int, **decisions: object) -> 
     return Plan(
         model=model.spec.name,
         planner="mixed",
-        rows=ROWS,
+        batch_rows=ROWS,
         sequence_length=LENGTH,
         microbatches=microbatches,
         layers=tuple(layers),
@@ -181,7 +181,7 @@ def test_mixed_plans_equal_the_oracle(family: str, decisions: dict, tmp_path: pa
 def test_rows_of_padding_change_nothing(family: str, tmp_path: pathlib.Path) -> None:
     """Five rows in three microbatches of two: the last one holds a row of padding."""
     model = tiny.template(family, tied=True)
-    plan = mixed_plan(model, 3, interlayer_home="host").model_copy(update={"rows": 5})
+    plan = mixed_plan(model, 3, interlayer_home="host").model_copy(update={"batch_rows": 5})
     assert (plan.microbatch_rows, plan.executed_rows) == (2, 6)
     check_against_oracle(model, plan, tmp_path)
     with executor_for(model, plan, tmp_path) as (executor, _):

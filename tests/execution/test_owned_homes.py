@@ -21,9 +21,7 @@ from tests import reference, tiny
 from tests.execution.test_oracle import LENGTH, check_against_oracle, mixed_plan
 
 ROWS, STEPS = 4, 3
-COMBINATIONS = [
-    frozenset(parts) for count in range(5) for parts in itertools.combinations(Part, count)
-]
+COMBINATIONS = [frozenset(parts) for count in range(5) for parts in itertools.combinations(Part, count)]
 OPTIMIZERS = {"fp32": Fp32AdamW(), "8 bits": Hybrid8bit()}
 
 
@@ -42,7 +40,7 @@ def plan_of(model: ModelTemplate, on_nvme: list[frozenset[Part]], **decisions: o
         for index, parts in enumerate(on_nvme)
     ]
     return Plan(
-        model=model.spec.name, planner="homes", rows=ROWS, sequence_length=LENGTH, microbatches=2,
+        model=model.spec.name, planner="homes", batch_rows=ROWS, sequence_length=LENGTH, microbatches=2,
         layers=tuple(layers), **decisions,
     )  # fmt: skip
 

@@ -38,7 +38,7 @@ def test_bfloat16_gradients_are_near_those_of_float32(family: str) -> None:
     batch = _batch()
     _, expected = reference.loss_and_gradients(model, parameters, batch)
     plan = BASELINES["keep_all"](
-        model.spec, tiny.residual_names(model), rows=ROWS, sequence_length=LENGTH, microbatches=4
+        model.spec, tiny.residual_names(model), batch_rows=ROWS, sequence_length=LENGTH, microbatches=4
     )
     store = tiny.filled_store(model, parameters)
     executor = build_executor(model, plan, store, Fp32AdamW(), clip=ClipRule("none"))

@@ -51,7 +51,7 @@ def streamed_logits(store: tuple[object, HostStore], compute_dtype: str) -> list
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape).copy()
     batch = Batch(tokens, tokens, inside, inside.astype(np.int32), positions)
     rows, length = tokens.shape
-    plan = recompute_all(template.spec, [], rows=rows, sequence_length=length)
+    plan = recompute_all(template.spec, [], batch_rows=rows, sequence_length=length)
     with jax.transfer_guard("disallow"):
         logits = forward.logits(batch, plan)
     return [row[:length] for row, length in zip(logits, lengths, strict=True)]

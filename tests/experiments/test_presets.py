@@ -67,8 +67,8 @@ def test_the_small_run_trains_under_the_planners_plan_and_leaves_it_something_to
     assert (config.plan.planner, config.plan.hardware) == ("milp", "calibrate")
     template = build_template(read_architecture(config)[0])
     names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
-    sizes = model_sizes(template, rows=4, sequence_length=128)
-    batch = {"rows": 8, "sequence_length": 128, "microbatches": 2}
+    sizes = model_sizes(template, microbatch_rows=4, sequence_length=128)
+    batch = {"batch_rows": 8, "sequence_length": 128, "microbatches": 2}
     peaks = [
         build_schedule(rule(template.spec, names, **batch), sizes).peak_bytes()[Tier.DEVICE]
         for rule in (megatrain, keep_all)

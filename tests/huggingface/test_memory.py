@@ -11,8 +11,8 @@ from lazyjax.models.architecture import Qwen2Architecture, Rope
 from lazyjax.models.registry import build_template
 from lazyjax.storage.host import allocate_host_store
 
-# A converted piece is 2^20 elements; a handful of temporaries of it exist at a time.
-_PIECES_BYTES = 24 * 2**20
+# A converted chunk is 2^20 elements; a handful of temporaries of it exist at a time.
+_CHUNKS_BYTES = 24 * 2**20
 
 
 def test_peak_memory_is_one_tensor(tmp_path: Path) -> None:
@@ -52,5 +52,5 @@ def test_peak_memory_is_one_tensor(tmp_path: Path) -> None:
         for segment in slabs.layout.segments:
             part = slice(segment.offset, segment.offset + segment.elements)
             np.testing.assert_array_equal(slabs.hi[part], others.hi[part])
-    assert export_peak_bytes < _PIECES_BYTES
-    assert largest_bytes < import_peak_bytes < largest_bytes + _PIECES_BYTES
+    assert export_peak_bytes < _CHUNKS_BYTES
+    assert largest_bytes < import_peak_bytes < largest_bytes + _CHUNKS_BYTES

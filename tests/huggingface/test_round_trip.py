@@ -287,7 +287,7 @@ def test_export_never_overwrites(tmp_path: Path) -> None:
 def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
     template, store = random_store("qwen2")
 
-    def fail(key: str, piece_bytes: int, total_bytes: int) -> None:
+    def fail(key: str, chunk_bytes: int, total_bytes: int) -> None:
         if key.startswith("model.layers.1."):
             raise KeyboardInterrupt
 

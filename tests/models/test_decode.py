@@ -1,4 +1,4 @@
-"""Blocks run piece by piece, from the state that the piece before left, against the whole row at once."""
+"""Blocks run chunk by chunk, from the state that the chunk before left, against the whole row at once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lazyjax.models.delta_net import (
 from lazyjax.models.template import Context
 from tests import reference, tiny
 
-#: Tokens of the two rows, and how they are cut: a prompt, single tokens, a longer piece.
+#: Tokens of the two rows, and how they are cut: a prompt, single tokens, a longer chunk.
 LENGTHS = (83, 70)
-PIECES = ((70, 67), (1, 1), (1, 1), (11, 1))
+CHUNKS = ((70, 67), (1, 1), (1, 1), (11, 1))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_5"])
-def test_pieces_of_rows_equal_whole_rows(family: str) -> None:
+def test_chunks_of_rows_equal_whole_rows(family: str) -> None:
     model = tiny.template(family, tied=True, blocks=4)
     parameters = reference.random_parameters(model, seed=3)
     names = [layer.kind for layer in model.spec.layers]
@@ -38,12 +38,12 @@ def test_pieces_of_rows_equal_whole_rows(family: str) -> None:
             jnp.zeros(shape.shape, shape.dtype) for shape in kind.decoding.state_shapes(2, 96, "float32")
         )
         starts = np.zeros(2, np.int32)
-        for counts in PIECES:
+        for counts in CHUNKS:
             width = max(counts)
-            piece = np.full((2, width, x_BTD.shape[2]), 7.0, np.float32)  # filling must not matter
+            chunk = np.full((2, width, x_BTD.shape[2]), 7.0, np.float32)  # filling must not matter
             for row, count in enumerate(counts):
-                piece[row, :count] = x_BTD[row, starts[row] : starts[row] + count]
-            out, state = step(params, piece, state, Span(jnp.asarray(starts), jnp.asarray(counts, jnp.int32)))
+                chunk[row, :count] = x_BTD[row, starts[row] : starts[row] + count]
+            out, state = step(params, chunk, state, Span(jnp.asarray(starts), jnp.asarray(counts, jnp.int32)))
             for row, count in enumerate(counts):
                 expected = whole[row, starts[row] : starts[row] + count]
                 np.testing.assert_allclose(out[row, :count], expected, rtol=2e-5, atol=2e-5)
@@ -67,9 +67,9 @@ def test_the_rule_continues_from_any_token() -> None:
     state = jnp.zeros((rows, heads, groups, key_size, value_size), jnp.float32)
     outputs, start = [], 0
     for stop in (1, 2, 66, 67, 131, 150):
-        piece = slice(start, stop)
+        chunk = slice(start, stop)
         out, state = continued_gated_delta_rule(
-            q[:, piece], k[:, piece], v[:, piece], g[:, piece], beta[:, piece], state
+            q[:, chunk], k[:, chunk], v[:, chunk], g[:, chunk], beta[:, chunk], state
         )
         outputs.append(out)
         start = stop

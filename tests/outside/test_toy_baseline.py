@@ -68,11 +68,11 @@ def test_configurations_may_name_it() -> None:
 
 
 def test_it_is_shown_beside_a_plan() -> None:
-    request = build_request(MODEL, load_profile("h800-paper"), rows=2, sequence_length=8)
+    request = build_request(MODEL, load_profile("h800-paper"), batch_rows=2, sequence_length=8)
     row = next(row for row in baseline_rows(request) if row.name == "by_turns")
     assert 0 < row.period_seconds < 1
 
 
 def test_a_step_under_it_equals_the_oracle(tmp_path: pathlib.Path) -> None:
-    plan = by_turns(MODEL.spec, [], rows=4, sequence_length=16, microbatches=2)
+    plan = by_turns(MODEL.spec, [], batch_rows=4, sequence_length=16, microbatches=2)
     check_against_oracle(MODEL, plan, tmp_path)

@@ -88,16 +88,14 @@ def test_it_is_a_decision() -> None:
         np.testing.assert_array_equal(choices.encode(plan), values)
 
 
-@pytest.mark.parametrize("seed", [0, 8, 24, 40])
+@pytest.mark.parametrize("seed", [0, 8, 86])
 def test_planning_keeps_to_it_and_finds_the_best_plan_that_does(seed: int) -> None:
-    """Instances whose best plan would keep boundaries on two tiers."""
+    """Instances in which a plan that keeps boundaries on two tiers is faster than all that do not."""
     free = random_problem(seed, most_plans=60, most_blocks=3)
     mixed = solve(free, relative_gap=1e-9, time_limit_seconds=600.0)
-    assert mixed.plan is not None
-    assert len(homes_of(mixed.plan)) == 2
     bound = dataclasses.replace(free, further_decisions=(OneHome,))
     solution = solve(bound, relative_gap=1e-9, time_limit_seconds=600.0)
     assert solution.plan is not None
     assert len(homes_of(solution.plan)) == 1
     assert solution.period_seconds == pytest.approx(best_by_force(bound), rel=1e-6)
-    assert solution.period_seconds >= mixed.period_seconds * (1 - 1e-9)
+    assert solution.period_seconds > mixed.period_seconds * (1 + 1e-6)

@@ -90,7 +90,9 @@ def test_its_bytes_and_seconds_are_those_that_it_touches() -> None:
     """4 bytes of masters read and written, 2 of the gradient read: 10 of the 14.06 of 8-bit AdamW."""
     seconds = {}
     for name in ("descent", "hybrid8bit"):
-        asked = build_request(MODEL, load_profile("h800-paper"), rows=2, sequence_length=8, optimizer=name)
+        asked = build_request(
+            MODEL, load_profile("h800-paper"), batch_rows=2, sequence_length=8, optimizer=name
+        )
         operation = Operation(0, Action.UPDATE, Resource.CPU, 1, None, 0)
         seconds[name] = asked.costs(2).operation_seconds(operation)
         if name == "descent":
@@ -106,7 +108,7 @@ def test_a_streamed_step_applies_it() -> None:
     ]
     kernels = Kernels(MODEL, data_mesh(), compute_dtype="bfloat16", gradient_dtype="bfloat16")
     plan = recompute_all(
-        MODEL.spec, tiny.residual_names(MODEL), rows=ROWS, sequence_length=LENGTH, update="immediate"
+        MODEL.spec, tiny.residual_names(MODEL), batch_rows=ROWS, sequence_length=LENGTH, update="immediate"
     )
     executor = executor_of(kernels, plan, store, Descent(), clip=ClipRule("none", 1.0))
     try:

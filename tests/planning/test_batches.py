@@ -20,7 +20,7 @@ def test_what_cannot_fit_is_refused_without_a_solver(monkeypatch):
     asked = build_request(
         build_template(architecture("Qwen2.5-72B")),
         load_profile("rtx4090"),
-        rows=8,
+        batch_rows=8,
         sequence_length=1024,
         nvme_bytes=0,
     )
@@ -42,10 +42,13 @@ def test_what_cannot_fit_is_refused_without_a_solver(monkeypatch):
 def test_necessary_conditions_hold_for_what_fits(rows):
     """No plan that fits is refused: its own peaks as capacities meet the conditions."""
     roomy = build_request(
-        build_template(architecture("SmolLM2-135M")), load_profile("rtx3090"), rows=rows, sequence_length=64
+        build_template(architecture("SmolLM2-135M")),
+        load_profile("rtx3090"),
+        batch_rows=rows,
+        sequence_length=64,
     )
     names = [list(layer.residual_bytes) for layer in roomy.sizes(1).layers]
-    plan = recompute_all(roomy.spec, names, rows=rows, sequence_length=64, microbatches=rows)
+    plan = recompute_all(roomy.spec, names, batch_rows=rows, sequence_length=64, microbatches=rows)
     peaks = predict(roomy, plan).peak_bytes
     tight = dataclasses.replace(roomy, capacity={tier: peaks[tier.value] for tier in Tier})
     assert necessary_shortfall(tight) == {}
@@ -55,7 +58,10 @@ def test_necessary_conditions_hold_for_what_fits(rows):
 
 def test_batches_are_planned_until_larger_ones_bring_nothing():
     asked = build_request(
-        build_template(architecture("SmolLM2-135M")), load_profile("rtx3090"), rows=1, sequence_length=64
+        build_template(architecture("SmolLM2-135M")),
+        load_profile("rtx3090"),
+        batch_rows=1,
+        sequence_length=64,
     )
     names = [list(layer.residual_bytes) for layer in asked.sizes(1).layers]
     rates = {1: 50.0, 2: 90.0, 4: 99.5, 8: 100.0, 16: 60.0, 32: 60.0}
@@ -63,7 +69,7 @@ def test_batches_are_planned_until_larger_ones_bring_nothing():
 
     def solve(rows):
         solved.append(rows)
-        plan = recompute_all(asked.spec, names, rows=rows, sequence_length=64)
+        plan = recompute_all(asked.spec, names, batch_rows=rows, sequence_length=64)
         prediction = predict(asked, plan).model_copy(update={"period_seconds": rows * 64 / rates[rows]})
         return plan.model_copy(update={"prediction": prediction})
 
@@ -72,5 +78,5 @@ def test_batches_are_planned_until_larger_ones_bring_nothing():
     planned = plan_batches(batches_up_to(32), solve)
     # 8 gains less than 1 % over 4, and so does 16: then enough was seen.
     assert solved == [1, 2, 4, 8, 16]
-    assert recommended(planned).rows == 4
+    assert recommended(planned).batch_rows == 4
     assert plan_batches((1, 2), lambda rows: None) == ()

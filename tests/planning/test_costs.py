@@ -55,7 +55,7 @@ def _costs(
     return template_costs(
         build_template(_architecture().model_copy(update={"intermediate_size": inner_size})),
         profile or load_profile("h800-paper"),
-        rows=rows,
+        microbatch_rows=rows,
         sequence_length=TOKENS,
         optimizer=make_host_optimizer(optimizer),
     )
@@ -107,7 +107,7 @@ def test_host_bytes_per_parameter(optimizer: str, state_bytes: float) -> None:
     """hi 2 + lo 2 + gradient 2, and m 1 + v 1 + two fp32 scales per 256 elements; fp32 state is 8."""
     template = build_template(architecture("Qwen2.5-7B"))
     costs = template_costs(
-        template, load_profile("h800-paper"), rows=1, sequence_length=TOKENS,
+        template, load_profile("h800-paper"), microbatch_rows=1, sequence_length=TOKENS,
         optimizer=make_host_optimizer(optimizer),
     )  # fmt: skip
     assert static_host_bytes(template.spec) == pytest.approx(6 * template.spec.parameter_count, rel=1e-3)
@@ -120,7 +120,7 @@ def test_block_and_head_flops(tied: bool) -> None:
     """Blocks: 2 N tokens forward plus attention; head: three products of the table."""
     template = build_template(_architecture(tied))
     costs = template_costs(
-        template, load_profile("h800-paper"), rows=ROWS, sequence_length=TOKENS,
+        template, load_profile("h800-paper"), microbatch_rows=ROWS, sequence_length=TOKENS,
         optimizer=make_host_optimizer("hybrid8bit"),
     )  # fmt: skip
     tokens = ROWS * TOKENS
@@ -187,7 +187,7 @@ def test_whole_step_simulates_and_keeping_all_executes_fewer_flops() -> None:
     names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
     flops = {}
     for planner in (recompute_all, keep_all):
-        plan = planner(template.spec, names, rows=ROWS, sequence_length=TOKENS)
+        plan = planner(template.spec, names, batch_rows=ROWS, sequence_length=TOKENS)
         schedule = build_schedule(plan, costs.sizes)
         assert simulate(schedule, costs.operation_seconds).period_seconds > 0
         flops[planner] = costs.executed_flops(schedule)

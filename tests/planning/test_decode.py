@@ -79,13 +79,13 @@ def test_as_much_stays_as_fits_and_the_rest_streams() -> None:
     assert not less.resident
     # Where there are no more rows, layers take the room.
     few = plan_decoding(costs, device_bytes=40 * 10**9, most_rows=48)
-    assert few.rows == 48
+    assert few.batch_rows == 48
     assert 0 < len(few.resident) < len(costs.sizes.uses)
     rates = {}
     for name, plan, most in (("whole", whole, 75), ("less", less, 40), ("few", few, 40)):
         prediction = costs.predict(plan)
         assert prediction.device_bytes <= most * 10**9
-        rates[name] = plan.rows / prediction.step_seconds
+        rates[name] = plan.batch_rows / prediction.step_seconds
     assert rates["whole"] > rates["less"] > rates["few"]
     # No other batch with as many layers as fit is faster.
     for rows in batch_sizes(1024):

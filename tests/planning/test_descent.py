@@ -152,7 +152,7 @@ def test_room_that_was_made_lets_descent_go_on():
     ends = dataclasses.replace(block, residual_bytes={})
     sizes = ModelSizes((dataclasses.replace(ends, input_bytes=0), *[block] * 8, ends), 1, tied=False)
     plan = Plan(
-        model="chain", planner="none", rows=1, sequence_length=1, microbatches=1, prefetch=2,
+        model="chain", planner="none", batch_rows=1, sequence_length=1, microbatches=1, prefetch=2,
         backward_prefetch=2, layers=tuple(LayerPlan() for _ in sizes.layers),
     )  # fmt: skip
 

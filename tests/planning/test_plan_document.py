@@ -18,7 +18,7 @@ NAMES = tiny.residual_names(TEMPLATE)
 
 
 def test_a_plan_runs_on_any_folder_of_its_architecture(tmp_path):
-    plan = recompute_all(TEMPLATE.spec, NAMES, rows=4, sequence_length=8)
+    plan = recompute_all(TEMPLATE.spec, NAMES, batch_rows=4, sequence_length=8)
     plan.save(tmp_path / "plan.json")
     renamed = dataclasses.replace(TEMPLATE.spec, name="model")
     validate_plan(load_plan(tmp_path / "plan.json"), renamed, NAMES)
@@ -47,7 +47,7 @@ def test_the_digest_knows_what_a_plan_depends_on_and_nothing_else():
 
 def test_a_plan_says_what_it_was_made_for_and_is_refused_with_another(tmp_path):
     request = build_request(
-        TEMPLATE, load_profile("h200"), rows=4, sequence_length=8, optimizer="fp32_adamw",
+        TEMPLATE, load_profile("h200"), batch_rows=4, sequence_length=8, optimizer="fp32_adamw",
         compute_dtype="float32", gradient_dtype="float32", nvme_bytes=0,
     )  # fmt: skip
     settings_of(request)[0].save(tmp_path / "plan.json")
@@ -63,7 +63,7 @@ def test_a_plan_says_what_it_was_made_for_and_is_refused_with_another(tmp_path):
 
 
 def test_a_plan_of_another_version_is_refused_by_name(tmp_path):
-    plan = recompute_all(TEMPLATE.spec, NAMES, rows=4, sequence_length=8)
+    plan = recompute_all(TEMPLATE.spec, NAMES, batch_rows=4, sequence_length=8)
     path = tmp_path / "plan.json"
     path.write_text(plan.model_dump_json().replace(f'"version":{PLAN_VERSION}', '"version":2'))
     with pytest.raises(PlanError, match=f"plan.json: version 2, this release reads version {PLAN_VERSION}"):
@@ -71,8 +71,9 @@ def test_a_plan_of_another_version_is_refused_by_name(tmp_path):
 
 
 def test_a_plan_from_before_has_everything_that_layers_own_on_the_host(tmp_path):
-    plan = recompute_all(TEMPLATE.spec, NAMES, rows=4, sequence_length=8)
+    plan = recompute_all(TEMPLATE.spec, NAMES, batch_rows=4, sequence_length=8)
     document = plan.model_dump(mode="json") | {"version": 3}
+    document["rows"] = document.pop("batch_rows")
     for layer in document["layers"]:
         for part in ("lo", "gradient", "hi"):
             del layer[part]
@@ -80,7 +81,18 @@ def test_a_plan_from_before_has_everything_that_layers_own_on_the_host(tmp_path)
     assert load_plan(tmp_path / "plan.json") == plan
 
 
+def test_a_plan_of_the_version_before_names_the_rows_of_its_batch_rows(tmp_path):
+    plan = recompute_all(TEMPLATE.spec, NAMES, batch_rows=4, sequence_length=8)
+    document = plan.model_dump(mode="json")
+    document["rows"] = document.pop("batch_rows")
+    (tmp_path / "plan.json").write_text(json.dumps(document | {"version": 4}))
+    assert load_plan(tmp_path / "plan.json") == plan
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    with pytest.raises(PlanError, match=r"batch_rows: Field required"):
+        load_plan(tmp_path / "plan.json")
+
+
 def test_the_fingerprint_is_of_decisions():
-    plan = recompute_all(TEMPLATE.spec, NAMES, rows=4, sequence_length=8)
+    plan = recompute_all(TEMPLATE.spec, NAMES, batch_rows=4, sequence_length=8)
     assert plan.model_copy(update={"hardware": "h200"}).fingerprint() == plan.fingerprint()
     assert plan.model_copy(update={"prefetch": 3}).fingerprint() != plan.fingerprint()

@@ -43,7 +43,7 @@ def test_backward_is_two_forwards_and_what_is_not_saved() -> None:
 
 def test_save_sets_ascend() -> None:
     costs = described_costs(
-        MODEL, load_profile("h800-paper"), rows=2, sequence_length=1024,
+        MODEL, load_profile("h800-paper"), microbatch_rows=2, sequence_length=1024,
         optimizer=make_host_optimizer("hybrid8bit"),
     )  # fmt: skip
     sets = costs.save_sets("mixture")
@@ -65,11 +65,11 @@ def test_paper_host_bases() -> None:
 
 def test_a_step_is_simulated() -> None:
     costs = described_costs(
-        MODEL, load_profile("h800-paper"), rows=32, sequence_length=1024,
+        MODEL, load_profile("h800-paper"), microbatch_rows=32, sequence_length=1024,
         optimizer=make_host_optimizer("hybrid8bit"),
     )  # fmt: skip
     names = [tuple(layer.residual_bytes) for layer in costs.sizes.layers]
-    plan = recompute_all(costs.spec, names, rows=32, sequence_length=1024)
+    plan = recompute_all(costs.spec, names, batch_rows=32, sequence_length=1024)
     simulation = simulate(build_schedule(plan, costs.sizes), costs.operation_seconds)
     # Streaming all experts twice is the floor at 12 GB/s.
     blocks_bytes = sum(layer.parameter_bytes for layer in costs.sizes.layers[1:-1])

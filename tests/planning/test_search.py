@@ -51,7 +51,7 @@ def request_():
         update={"h2d_bytes_per_second": 2e8, "d2h_bytes_per_second": 2e8, "matmul_flops_per_second": 2e10}
     )
     roomy = build_request(
-        template("qwen2", tied=False), profile, rows=ROWS, sequence_length=TOKENS, nvme_bytes=0
+        template("qwen2", tied=False), profile, batch_rows=ROWS, sequence_length=TOKENS, nvme_bytes=0
     )
     lean = predict(roomy, plan_of(roomy, "recompute_all"))
     rich = predict(roomy, plan_of(roomy, "keep_all"))
@@ -76,7 +76,10 @@ def folder(request_, found, tmp_path):
 def test_the_scarcer_the_host_the_more_may_go_to_nvme():
     """What there is plenty of room for stays; with all of it there, copies of a few layers are left."""
     roomy = build_request(
-        template("qwen2", tied=False, blocks=24), load_profile("rtx3090"), rows=1, sequence_length=TOKENS
+        template("qwen2", tied=False, blocks=24),
+        load_profile("rtx3090"),
+        batch_rows=1,
+        sequence_length=TOKENS,
     )
     owned = roomy.static_host_bytes + sum(layer.state_bytes for layer in roomy.sizes(1).layers)
     largest = []
@@ -86,7 +89,7 @@ def test_the_scarcer_the_host_the_more_may_go_to_nvme():
         problem = problem_of(request, settings_of(request)[0])
         largest.append(problem.owned_sets[-1])
     assert largest == [{Part.STATE}, set(Part) - {Part.HI}, set(Part)]
-    plan = plan_of(roomy, "recompute_all").model_copy(update={"rows": 1})
+    plan = plan_of(roomy, "recompute_all").model_copy(update={"batch_rows": 1})
     below = plan.model_copy(update={"layers": tuple(layer.with_on_nvme(set(Part)) for layer in plan.layers)})
     assert predict(request, plan).peak_bytes["host"] >= owned
     verify_for(request, below)
@@ -105,7 +108,7 @@ def test_a_request_can_fix_what_lives_on_nvme(request_):
 
 def plan_of(request, name):
     names = [list(layer.residual_bytes) for layer in request.sizes(1).layers]
-    return BASELINES[name](request.spec, names, rows=ROWS, sequence_length=TOKENS)
+    return BASELINES[name](request.spec, names, batch_rows=ROWS, sequence_length=TOKENS)
 
 
 def test_the_plan_found_verifies_fits_and_beats_every_baseline_that_fits(request_, found):
@@ -142,11 +145,11 @@ def test_plans_are_cached_by_content(request_, tmp_path, monkeypatch):
     again, found = solve_cached(request_, tmp_path, time_limit_seconds=LIMIT)
     assert found is None
     assert again == plan
-    assert request_key(request_) != request_key(dataclasses.replace(request_, rows=4))
+    assert request_key(request_) != request_key(dataclasses.replace(request_, batch_rows=4))
 
 
 def test_infeasible_names_tier_bytes_and_a_batch_that_fits(request_):
-    batch_of_two = find_plan(dataclasses.replace(request_, rows=2), time_limit_seconds=LIMIT).plan
+    batch_of_two = find_plan(dataclasses.replace(request_, batch_rows=2), time_limit_seconds=LIMIT).plan
     device = batch_of_two.prediction.peak_bytes["device"]
     small = dataclasses.replace(request_, capacity={**request_.capacity, Tier.DEVICE: device // 4})
     with pytest.raises(InfeasibleError) as caught:
@@ -162,18 +165,18 @@ def test_infeasible_names_tier_bytes_and_a_batch_that_fits(request_):
 
 def test_largest_batch_fits_and_one_more_does_not(request_):
     host = request_.static_host_bytes + sum(layer.state_bytes for layer in request_.sizes(1).layers)
-    finest = plan_of(request_, "recompute_all").model_copy(update={"rows": 4, "microbatches": 4})
-    device = predict(dataclasses.replace(request_, rows=4), finest).peak_bytes["device"]
+    finest = plan_of(request_, "recompute_all").model_copy(update={"batch_rows": 4, "microbatches": 4})
+    device = predict(dataclasses.replace(request_, batch_rows=4), finest).peak_bytes["device"]
     capacity = {Tier.DEVICE: device, Tier.HOST: host + 4096, Tier.NVME: 0}
     tight = dataclasses.replace(request_, capacity=capacity)
     rows = largest_batch(tight, below=16)
     assert 4 <= rows < 15
     # Whatever the microbatches, one row more does not fit.
-    beyond = dataclasses.replace(tight, rows=rows + 1)
+    beyond = dataclasses.replace(tight, batch_rows=rows + 1)
     assert all(memory_shortfall(problem_of(beyond, settings, lean=True)) for settings in settings_of(beyond))
     assert not all(
         memory_shortfall(problem_of(fitting, settings, lean=True))
-        for fitting in [dataclasses.replace(tight, rows=rows)]
+        for fitting in [dataclasses.replace(tight, batch_rows=rows)]
         for settings in settings_of(fitting)
     )
 
@@ -196,7 +199,7 @@ def test_what_is_shared_between_layers_of_one_kind_is_right_for_each():
     model = template("qwen3_5", tied=False, blocks=6)
     assert len({layer.kind for layer in model.spec.layers}) == 4
     request = build_request(
-        model, load_profile("rtx3090"), rows=ROWS, sequence_length=TOKENS, nvme_bytes=10**9
+        model, load_profile("rtx3090"), batch_rows=ROWS, sequence_length=TOKENS, nvme_bytes=10**9
     )
     problem = problem_of(request, settings_of(request)[0])
     assert problem.kinds is not None
@@ -217,7 +220,7 @@ def test_command_writes_a_plan_a_picture_and_a_trace(tmp_path, capsys):
     outputs += ["--plot", str(files[3])]
     command.plan_command([*arguments, *outputs])
     plan = load_plan(files[0])
-    assert (plan.rows, plan.sequence_length, plan.prediction is not None) == (2, 64, True)
+    assert (plan.batch_rows, plan.sequence_length, plan.prediction is not None) == (2, 64, True)
     assert files[1].read_bytes()[:4] == b"\x89PNG"
     assert files[2].stat().st_size > 1000
     page = files[3].read_text()
@@ -237,7 +240,7 @@ def test_batches_that_cannot_be_cut_are_refused(request_):
     with pytest.raises(PlanError, match="3 have 3 rows each, which 2 devices cannot share"):
         dataclasses.replace(request_, microbatches=3, devices=2)
     with pytest.raises(PlanError, match="rows: must be at least 1"):
-        dataclasses.replace(request_, rows=0)
+        dataclasses.replace(request_, batch_rows=0)
     with pytest.raises(PlanError, match="cannot be split over 3 devices"):
         dataclasses.replace(request_, devices=3)
 
@@ -384,8 +387,8 @@ LONG = 65536
 def long_request(device_bytes, **changes):
     """One row of 65,536 tokens of a tiny model."""
     made = build_request(
-        template("qwen2", tied=False), load_profile("rtx3090"), rows=1, sequence_length=LONG, nvme_bytes=0,
-        device_bytes=device_bytes,
+        template("qwen2", tied=False), load_profile("rtx3090"), batch_rows=1, sequence_length=LONG,
+        nvme_bytes=0, device_bytes=device_bytes,
     )  # fmt: skip
     return dataclasses.replace(made, **changes)
 
@@ -394,11 +397,14 @@ def test_chunks_of_a_row_are_a_decision_where_a_microbatch_is_one_long_row(reque
     assert {setting.token_chunk for setting in settings_of(request_)} == {None}
     request = long_request(10**9)
     assert {setting.token_chunk for setting in settings_of(request)} == {None, 32768, 8192, 2048}
-    several = dataclasses.replace(request, rows=4)
+    several = dataclasses.replace(request, batch_rows=4)
     cut = {s.microbatches for s in settings_of(several) if s.token_chunk is not None}
     assert cut == {4}
     fixed = build_request(
-        template("qwen2", tied=False).in_chunks(512), load_profile("rtx3090"), rows=1, sequence_length=LONG
+        template("qwen2", tied=False).in_chunks(512),
+        load_profile("rtx3090"),
+        batch_rows=1,
+        sequence_length=LONG,
     )
     assert {setting.token_chunk for setting in settings_of(fixed)} == {512}
 

@@ -9,7 +9,7 @@ from lazyjax.planning.program.simulate import simulate
 from lazyjax.timeline import Resource
 
 SIZES = ModelSizes((LayerSizes(1, 1, 1, 1, {}),) * 3, 1, False)
-PLAN = Plan(model="m", planner="p", rows=1, sequence_length=1, layers=(LayerPlan(),) * 3)
+PLAN = Plan(model="m", planner="p", batch_rows=1, sequence_length=1, layers=(LayerPlan(),) * 3)
 
 
 def schedule(*operations):

@@ -140,7 +140,7 @@ def test_without_a_solver_descent_finds_plans_and_bounds_still_hold(broken):
 def test_planning_goes_on_without_a_solver(broken):
 
     asked = build_request(
-        template("qwen2", tied=False), load_profile("rtx3090"), rows=4, sequence_length=32, nvme_bytes=0
+        template("qwen2", tied=False), load_profile("rtx3090"), batch_rows=4, sequence_length=32, nvme_bytes=0
     )
     said: list[str] = []
     found = find_plan(asked, time_limit_seconds=3.0, progress=said.append)

@@ -30,7 +30,7 @@ def name(place: Place) -> str:
 def test_the_docstring_shows_the_schedule_of_two_blocks() -> None:
     layers = [LayerSizes(4, 8, 4, 2 if layer else 0, {"gate": 1} if layer == 2 else {}) for layer in range(4)]
     plan = Plan(
-        model="two blocks", planner="by hand", rows=1, sequence_length=1,
+        model="two blocks", planner="by hand", batch_rows=1, sequence_length=1,
         layers=(
             LayerPlan(),
             LayerPlan(boundary=Boundary.HOST),

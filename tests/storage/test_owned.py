@@ -49,8 +49,8 @@ def test_weights_are_what_was_put_in_wherever_they_live(tmp_path, parts):
     for layer, (slabs, value) in enumerate(zip(store.layers, values, strict=True)):
         assert isinstance(slabs, LayerOnDrive)
         np.testing.assert_array_equal(slabs.master("w"), value)
-        pieces = np.concatenate([piece.reshape(-1) for piece in slabs.master_pieces("w", lambda a: a)])
-        np.testing.assert_array_equal(pieces, value.reshape(-1))
+        chunks = np.concatenate([chunk.reshape(-1) for chunk in slabs.master_chunks("w", lambda a: a)])
+        np.testing.assert_array_equal(chunks, value.reshape(-1))
         assert not slabs.gradient.any()
         with store.reading(layer) as copy:
             np.testing.assert_array_equal(copy.master("w"), value)

@@ -73,7 +73,7 @@ def test_a_plan_or_profile_that_cannot_be_used_is_known_before_the_data_is_read(
         refused("--plan.file", str(tmp_path / "absent.json"))
     with pytest.raises(ProfileError, match="profile 'h9000'"):
         refused("--plan.hardware", "h9000")
-    plan = keep_all(TEMPLATE.spec, tiny.residual_names(TEMPLATE), rows=64, sequence_length=64)
+    plan = keep_all(TEMPLATE.spec, tiny.residual_names(TEMPLATE), batch_rows=64, sequence_length=64)
     plan.save(tmp_path / "plan.json")
     words = ("--plan.file", str(tmp_path / "plan.json"), "--data.rows", "64")
     assert refused(*words) is None

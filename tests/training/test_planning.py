@@ -54,10 +54,10 @@ NAMES = tiny.residual_names(TEMPLATE)
 BLOCK = TEMPLATE.spec.layers[1].kind
 EVERYTHING = tuple(sorted(NAMES[1]))
 REQUEST = build_request(
-    TEMPLATE, load_profile("h800-paper"), rows=ROWS, sequence_length=TOKENS, optimizer="fp32_adamw",
+    TEMPLATE, load_profile("h800-paper"), batch_rows=ROWS, sequence_length=TOKENS, optimizer="fp32_adamw",
     compute_dtype="float32", gradient_dtype="float32", nvme_bytes=0,
 )  # fmt: skip
-START = recompute_all(TEMPLATE.spec, NAMES, rows=ROWS, sequence_length=TOKENS, microbatches=2)
+START = recompute_all(TEMPLATE.spec, NAMES, batch_rows=ROWS, sequence_length=TOKENS, microbatches=2)
 
 
 def profile_costs() -> Costs:
@@ -368,9 +368,9 @@ def test_after_a_swap_the_records_speak_of_the_new_plan(small, tmp_path, monkeyp
 def test_only_the_ends_of_the_microbatch_sizes_are_timed(small, monkeypatch) -> None:
     timed = []
 
-    def calibrate(kernels, keys, *, rows, **options):
-        timed.append(rows)
-        return Calibration(dict.fromkeys(keys, 1e-3 * rows), {})
+    def calibrate(kernels, keys, *, microbatch_rows, **options):
+        timed.append(microbatch_rows)
+        return Calibration(dict.fromkeys(keys, 1e-3 * microbatch_rows), {})
 
     monkeypatch.setattr(timed_costs, "calibrate", calibrate)
     config = small("--plan.planner", "milp", "--plan.hardware", "calibrate", "--data.rows", "8")

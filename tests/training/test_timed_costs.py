@@ -25,16 +25,16 @@ TEMPLATE = tiny.template("qwen2", tied=True, blocks=2)
 @functools.cache
 def predicted(rows: int) -> Costs:
     return template_costs(
-        TEMPLATE, load_profile("h800-paper"), rows=rows, sequence_length=TOKENS,
+        TEMPLATE, load_profile("h800-paper"), microbatch_rows=rows, sequence_length=TOKENS,
         optimizer=make_host_optimizer("fp32_adamw"), compute_dtype="float32", gradient_dtype="float32",
     )  # fmt: skip
 
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Both ends, on a device that takes 2 + 3 / rows times the prediction and twice the bytes."""
+    """Both ends, on a device that takes 2 + 3 / microbatch_rows times the prediction and twice the bytes."""
 
-    def calibrate(kernels, keys, *, rows, progress, **options):
+    def calibrate(kernels, keys, *, microbatch_rows, progress, **options):
         seconds, working_bytes = {}, {}
         for key in keys:
             progress(key)
@@ -43,8 +43,9 @@ def timed(monkeypatch):
                 0, key.phase, Resource.COMPUTE, layer, 0, 0,
                 saved=key.saved, accumulates=key.accumulates, last=key.last,
             )  # fmt: skip
-            seconds[key] = (2 + 3 / rows) * predicted(rows).operation_seconds(operation)
-            guess = predicted(rows).working_bytes(operation.action, operation.layer, operation.saved)
+            seconds[key] = (2 + 3 / microbatch_rows) * predicted(microbatch_rows).operation_seconds(operation)
+            place = (operation.action, operation.layer, operation.saved)
+            guess = predicted(microbatch_rows).working_bytes(*place)
             working_bytes[key] = 2 * max(1, guess)
         return Calibration(seconds, working_bytes)
 
@@ -52,7 +53,7 @@ def timed(monkeypatch):
 
     def make(sizes, advance=lambda what, done, total: None) -> tuple[TimedSize, ...]:
         kernels = Kernels(TEMPLATE, data_mesh(), "float32", "float32")
-        return time_kernels(predicted, kernels, sizes, rows=BATCH, advance=advance)
+        return time_kernels(predicted, kernels, sizes, batch_rows=BATCH, advance=advance)
 
     return make
 
@@ -67,7 +68,7 @@ def test_the_smallest_and_the_largest_are_timed_or_the_only_one() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
 def test_other_sizes_follow_in_proportion(timed, rows: int) -> None:
     ends = timed((1, 8))
-    costs = timed_costs(predicted, ends, rows=rows)
+    costs = timed_costs(predicted, ends, microbatch_rows=rows)
     for operation in ends[0].operations.values():
         expected = (2 + 3 / rows) * predicted(rows).operation_seconds(operation)
         assert costs.operation_seconds(operation) == pytest.approx(expected)
@@ -77,7 +78,7 @@ def test_other_sizes_follow_in_proportion(timed, rows: int) -> None:
 
 def test_one_timed_size_scales_all_others_alike(timed) -> None:
     ends = timed((4,))
-    costs = timed_costs(predicted, ends, rows=2)
+    costs = timed_costs(predicted, ends, microbatch_rows=2)
     for operation in ends[0].operations.values():
         expected = (2 + 3 / 4) * predicted(2).operation_seconds(operation)
         assert costs.operation_seconds(operation) == pytest.approx(expected)

@@ -49,7 +49,7 @@ def decode_plan_command(arguments: Sequence[str]) -> None:
     most = min(options.most_batch, options.rows)
     if options.batch is not None and options.batch % profile.devices:
         raise ConfigError(f"--batch {options.batch}: cannot be split over {profile.devices} devices")
-    plan = plan_decoding(costs, device_bytes=device_bytes, most_rows=most, rows=options.batch)
+    plan = plan_decoding(costs, device_bytes=device_bytes, most_rows=most, batch_rows=options.batch)
     console = Console()
     for line in first_lines(costs, plan, profile, workload, device_bytes):
         console.print(line, highlight=False, soft_wrap=not console.is_terminal)
@@ -59,8 +59,8 @@ def decode_plan_command(arguments: Sequence[str]) -> None:
 def row_seconds(costs: DecodeCosts, plan: DecodePlan, workload: Workload) -> float:
     """Seconds per answered row: its share of the steps, and its prompt."""
     step_seconds = costs.predict(plan).step_seconds
-    prompts = costs.prompt_seconds(workload.prompt_tokens, plan.rows) / plan.rows
-    return workload.answer_tokens * step_seconds / plan.rows + prompts
+    prompts = costs.prompt_seconds(workload.prompt_tokens, plan.batch_rows) / plan.batch_rows
+    return workload.answer_tokens * step_seconds / plan.batch_rows + prompts
 
 
 def first_lines(
@@ -71,14 +71,14 @@ def first_lines(
     spec, prediction, used = sizes.template.spec, costs.predict(plan), len(sizes.uses)
     where = "whole" if len(plan.resident) == used else f"with {len(plan.resident)} of {used} layers resident"
     hours = workload.rows * row_seconds(costs, plan, workload) / 3600
-    state_bytes = plan.rows // profile.devices * sizes.row_state_bytes
+    state_bytes = plan.batch_rows // profile.devices * sizes.row_state_bytes
     return [
         f"{spec.name} fits {profile.name} {where}: {prediction.device_bytes / 1e9:.1f} of "
         f"{device_bytes / 1e9:.1f} GB of device memory, {state_bytes / 1e9:.1f} of them states of "
-        f"{plan.rows} rows ({sizes.row_state_bytes / 1e6:.0f} MB each at {plan.tokens} tokens); "
+        f"{plan.batch_rows} rows ({sizes.row_state_bytes / 1e6:.0f} MB each at {plan.tokens} tokens); "
         f"{_HOST_BYTES * spec.parameter_count / 1e9:.1f} GB of host memory.",
-        f"{plan.rows / prediction.step_seconds:,.0f} tokens/s: a step of "
-        f"{prediction.step_seconds * 1e3:.1f} ms gives {plan.rows} tokens (simulated).",
+        f"{plan.batch_rows / prediction.step_seconds:,.0f} tokens/s: a step of "
+        f"{prediction.step_seconds * 1e3:.1f} ms gives {plan.batch_rows} tokens (simulated).",
         f"{workload.rows:,} rows of {workload.prompt_tokens} prompt and {workload.answer_tokens} answer "
         f"tokens (assumed averages) take {hours:.2f} hours (simulated).",
     ]
@@ -97,29 +97,29 @@ def comparison(
         hours = workload.rows * row_seconds(costs, plan, workload) / 3600
         table.add_row(
             name,
-            str(plan.rows),
+            str(plan.batch_rows),
             f"{len(plan.resident)}/{len(costs.sizes.uses)}",
             f"{prediction.step_seconds * 1e3:.1f}",
-            f"{plan.rows / prediction.step_seconds:,.0f}",
+            f"{plan.batch_rows / prediction.step_seconds:,.0f}",
             f"{prediction.device_bytes / 1e9:.1f}",
             f"{hours:,.1f}",
         )
 
     add("chosen", chosen)
     streamed = [
-        DecodePlan(rows, costs.sizes.tokens)
-        for rows in batch_sizes(most_rows, costs.profile.devices)
-        if costs.sizes.device_bytes(DecodePlan(rows, costs.sizes.tokens)) <= device_bytes
+        DecodePlan(batch_rows, costs.sizes.tokens)
+        for batch_rows in batch_sizes(most_rows, costs.profile.devices)
+        if costs.sizes.device_bytes(DecodePlan(batch_rows, costs.sizes.tokens)) <= device_bytes
     ]
     if chosen.resident and streamed:
-        add("all streamed, same rows", DecodePlan(chosen.rows, chosen.tokens))
+        add("all streamed, same rows", DecodePlan(chosen.batch_rows, chosen.tokens))
         add("all streamed, most rows", streamed[-1])
-    for rows in (chosen.rows // 4, chosen.rows // 2, chosen.rows * 2):
-        if rows < 1 or rows % costs.profile.devices:
+    for batch_rows in (chosen.batch_rows // 4, chosen.batch_rows // 2, chosen.batch_rows * 2):
+        if batch_rows < 1 or batch_rows % costs.profile.devices:
             continue
-        other = most_resident(costs.sizes, rows, device_bytes)
+        other = most_resident(costs.sizes, batch_rows, device_bytes)
         if other is not None:
-            add(f"{rows} rows", other)
+            add(f"{batch_rows} rows", other)
     return table
 
 

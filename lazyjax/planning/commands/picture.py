@@ -88,7 +88,7 @@ class Step(NamedTuple):
         """Name, time of a step, throughput, and how busy the device is."""
         computing = [event for event in self.timeline.events if event.resource is Resource.COMPUTE]
         busy = sum(event.end_seconds - event.start_seconds for event in computing)
-        tokens = self.plan.rows * self.plan.sequence_length / self.period_seconds
+        tokens = self.plan.batch_rows * self.plan.sequence_length / self.period_seconds
         words = f"{self.name}: {self.period_seconds:.4g} s a step, {tokens:,.0f} tokens/s"
         words += f", the device computes {busy / self.period_seconds:.0%} of the time"
         return words if self.fits else f"{words}; does NOT fit in memory"

@@ -68,11 +68,11 @@ def plan_command(arguments: Sequence[str]) -> None:
         raise PlanError(f"--explain {options.explain}: the model has layers 0 to {last}")
     profile = load_profile(options.hardware)
 
-    def ask(rows: int, *, nvme: bool = options.nvme, optimizer: str = options.optimizer) -> Request:
+    def ask(batch_rows: int, *, nvme: bool = options.nvme, optimizer: str = options.optimizer) -> Request:
         request = build_request(
             template,
             profile,
-            rows=rows,
+            batch_rows=batch_rows,
             sequence_length=options.seq,
             optimizer=optimizer,
             compute_dtype=options.dtype,
@@ -84,17 +84,17 @@ def plan_command(arguments: Sequence[str]) -> None:
         fixed = {key: getattr(options, key) for key in ("microbatches", "interlayer_home", "update")}
         return dataclasses.replace(request, **fixed)
 
-    rows = options.batch
+    batch_rows = options.batch
     if options.max_batch is not None:
         unit = profile.devices * (options.microbatches or 1)
         # Where none fits, the smallest one says what is missing.
-        rows = _recommended_rows(ask, batches_up_to(options.max_batch, unit), options, console) or unit
-    request = ask(rows)
+        batch_rows = _recommended_rows(ask, batches_up_to(options.max_batch, unit), options, console) or unit
+    request = ask(batch_rows)
     offers: dict[str, Request] = {}
     if profile.nvme_bytes and not options.nvme:
-        offers["--nvme (the profile has a drive)"] = ask(rows, nvme=True)
+        offers["--nvme (the profile has a drive)"] = ask(batch_rows, nvme=True)
     if options.optimizer != DEFAULT_OPTIMIZER:
-        offers[f"--optimizer {DEFAULT_OPTIMIZER}"] = ask(rows, optimizer=DEFAULT_OPTIMIZER)
+        offers[f"--optimizer {DEFAULT_OPTIMIZER}"] = ask(batch_rows, optimizer=DEFAULT_OPTIMIZER)
     found = None
     if options.plan is not None:
         plan = load_plan(options.plan)
@@ -144,12 +144,12 @@ def _write_outputs(
     if options.out is not None:
         plan.save(options.out)
     if options.png is not None:
-        title = f"{plan.model}, {options.hardware}, {plan.rows} x {plan.sequence_length} (simulated)"
+        title = f"{plan.model}, {options.hardware}, {plan.batch_rows} x {plan.sequence_length} (simulated)"
         static = {tier: verification.peak_bytes[tier] - verification.live_bytes[tier] for tier in Tier}
         timeline = verification.simulation.timeline
         plot_timeline(timeline, options.png, title=title, capacity=request.capacity, fixed=static)
     if options.plot is not None:
-        title = f"{plan.model}, {options.hardware}, {plan.rows} x {plan.sequence_length} tokens"
+        title = f"{plan.model}, {options.hardware}, {plan.batch_rows} x {plan.sequence_length} tokens"
         peaks = {tier.value: size for tier, size in verification.peak_bytes.items()}
         own = comparison_row(request, "LazyJAX", plan, verification.period_seconds, peaks)
         write_picture(request, [own, *baselines], options.plot, title=title)
@@ -188,15 +188,17 @@ def _recommended_rows(
     """Prints throughput against batch; the smallest batch within 1 % of the best, 0 where none fits."""
     folder = None if options.no_cache else cache.default_folder()
 
-    def solve(rows: int) -> Plan | None:
+    def solve(batch_rows: int) -> Plan | None:
         try:
             limit = min(_SECONDS_PER_BATCH, options.time_limit)
-            return solve_cached(ask(rows), folder, time_limit_seconds=limit)[0]
+            return solve_cached(ask(batch_rows), folder, time_limit_seconds=limit)[0]
         except InfeasibleError:
             return None
 
     def show(batch: PlannedBatch) -> None:
-        console.print(f"{batch.rows:>7} rows {batch.tokens_per_second:>10,.0f} tokens/s", highlight=False)
+        console.print(
+            f"{batch.batch_rows:>7} rows {batch.tokens_per_second:>10,.0f} tokens/s", highlight=False
+        )
 
     console.print("Throughput against batch (simulated):", highlight=False)
     planned = plan_batches(batches, solve, show)
@@ -204,11 +206,11 @@ def _recommended_rows(
         return 0
     best, chosen = max(batch.tokens_per_second for batch in planned), recommended(planned)
     console.print(
-        f"Recommended: {chosen.rows} rows, the smallest batch of these within {CLOSE_TO_BEST:.0%} of the "
-        f"best ({best:,.0f} tokens/s).",
+        f"Recommended: {chosen.batch_rows} rows, the smallest batch of these within {CLOSE_TO_BEST:.0%} of "
+        f"the best ({best:,.0f} tokens/s).",
         highlight=False,
     )
-    return chosen.rows
+    return chosen.batch_rows
 
 
 def _bytes(gigabytes: float | None) -> int | None:

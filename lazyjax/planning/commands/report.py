@@ -71,7 +71,9 @@ def baseline_rows(request: Request) -> list[ComparisonRow]:
     Those that are no published rule get the fewest microbatches with which they fit.
     """
     lines = []
-    counts = [count for count in microbatch_counts(request.rows, request.devices) if count <= _MOST_TRIED]
+    counts = [
+        count for count in microbatch_counts(request.batch_rows, request.devices) if count <= _MOST_TRIED
+    ]
     for name, plan in baseline_plans(request).items():
         prediction = predict(request, plan)
         for count in counts if name not in PUBLISHED else ():
@@ -87,7 +89,7 @@ def baseline_rows(request: Request) -> list[ComparisonRow]:
 
 def model_tflops(parameter_count: int, plan: Plan, period_seconds: float) -> float:
     """6 N tokens / s, the convention of MegaTrain and LazyTrain; padding counts, recompute does not."""
-    return 6 * parameter_count * plan.rows * plan.sequence_length / period_seconds / 1e12
+    return 6 * parameter_count * plan.batch_rows * plan.sequence_length / period_seconds / 1e12
 
 
 def comparison(lines: Sequence[ComparisonRow], request: Request) -> Table:
@@ -105,7 +107,7 @@ def comparison(lines: Sequence[ComparisonRow], request: Request) -> Table:
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for line in lines:
-        tokens = line.plan.rows * line.plan.sequence_length
+        tokens = line.plan.batch_rows * line.plan.sequence_length
         memory = [
             Text(digits(line.peak_bytes[tier.value] / 1e9), style="red" if line.over(request, tier) else "")
             for tier in tiers
@@ -145,7 +147,7 @@ def layer_map(plan: Plan, per_line: int = 8) -> Text:
         "* parameters stay on the device, ' optimizer state on NVMe\n"
     )
     if any(layer.on_nvme - {Part.STATE} for layer in plan.layers):
-        text.append("(\" with more of what the layer owns)\n")
+        text.append('(" with more of what the layer owns)\n')
     for start in range(0, len(plan.layers), per_line):
         text.append(f"{start:>4}  ")
         for layer in plan.layers[start : start + per_line]:
@@ -282,9 +284,8 @@ def explain(request: Request, plan: Plan, layer: int) -> RenderableType:
 
 def _binding(request: Request, plan: Plan) -> str:
     """Which resource and which memory leave no room."""
-    rows = plan.microbatch_rows
-    costs = request.costs(rows)
-    schedule = build_schedule(plan, request.sizes(rows))
+    costs = request.costs(plan.microbatch_rows)
+    schedule = build_schedule(plan, request.sizes(plan.microbatch_rows))
     simulation = simulate(schedule, costs.operation_seconds, costs.contention)
     busiest = max(simulation.busy_seconds, key=lambda resource: simulation.busy_seconds[resource])
     share = simulation.busy_seconds[busiest] / simulation.period_seconds

@@ -69,7 +69,7 @@ def verdict(
         epoch_rows: rows of the data, where they are known.
     """
     period = verification.period_seconds
-    tokens = plan.rows * plan.sequence_length / period
+    tokens = plan.batch_rows * plan.sequence_length / period
     memory = " and ".join(
         f"{digits(verification.peak_bytes[tier] / 1e9)} of {digits(request.capacity[tier] / 1e9)} GB of "
         f"{_TIER_WORDS[tier]}"
@@ -77,13 +77,13 @@ def verdict(
         if request.capacity[tier] and verification.peak_bytes[tier]
     )
     sentences = [
-        f"{plan.model} on {hardware} fits: {plan.rows} rows x {plan.sequence_length} tokens take "
+        f"{plan.model} on {hardware} fits: {plan.batch_rows} rows x {plan.sequence_length} tokens take "
         f"{digits(period)} s a step, {tokens:,.0f} tokens/s (simulated).",
         f"It takes {memory}, with the optimizer {plan.optimizer} and {plan.compute_dtype} compute, and "
         f"{digits(2 * request.spec.parameter_count / 1e9)} GB of disk for the trained model (bfloat16).",
     ]
     if epoch_rows is not None:
-        hours = math.ceil(epoch_rows / plan.rows) * period / 3600
+        hours = math.ceil(epoch_rows / plan.batch_rows) * period / 3600
         sentences.append(f"An epoch of {epoch_rows:,} rows takes {digits(hours)} hours.")
     return " ".join(sentences)
 

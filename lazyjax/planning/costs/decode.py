@@ -119,22 +119,23 @@ class DecodeSizes:
     def device_bytes(self, plan: DecodePlan) -> int:
         """Parameters on a device, states of its rows, and what a step works with."""
         spec = self.template.spec
-        rows = plan.rows // self.devices
+        device_rows = plan.batch_rows // self.devices
         resident = sum(self.parameter_bytes(layer) for layer in plan.resident)
         streamed = [self.parameter_bytes(layer) for layer in self.uses if layer not in plan.resident]
         # Slabs on their way, and the unpacked parameters of the layer in use and of the one before.
         window = (plan.prefetch + 2) * max(streamed, default=0)
         # A block's new state may stand beside the old one; rows that enter are prepared beside the slots.
-        spare = 2 * rows * max(self._state_bytes(layer.kind) for layer in spec.layers[1:-1])
-        logits = 2 * rows * spec.vocabulary_size * 4
-        return resident + window + rows * self.row_state_bytes + spare + logits
+        spare = 2 * device_rows * max(self._state_bytes(layer.kind) for layer in spec.layers[1:-1])
+        logits = 2 * device_rows * spec.vocabulary_size * 4
+        return resident + window + device_rows * self.row_state_bytes + spare + logits
 
-    def too_large(self, device_bytes: int, rows: int) -> DecodeMemoryError:
-        """Says why not even `rows` rows fit into `device_bytes`."""
-        need = self.device_bytes(DecodePlan(rows, self.tokens))
+    def too_large(self, device_bytes: int, batch_rows: int) -> DecodeMemoryError:
+        """Says why not even `batch_rows` rows fit into `device_bytes`."""
+        need = self.device_bytes(DecodePlan(batch_rows, self.tokens))
         return DecodeMemoryError(
-            f"decoding {rows} row(s) of {self.tokens} tokens takes {need / 1e9:.2f} GB of device memory with "
-            f"every layer streamed, {device_bytes / 1e9:.2f} GB may be used; take fewer rows or tokens"
+            f"decoding {batch_rows} row(s) of {self.tokens} tokens takes {need / 1e9:.2f} GB of device "
+            f"memory with every layer streamed, {device_bytes / 1e9:.2f} GB may be used; take fewer rows "
+            "or tokens"
         )
 
 
@@ -151,8 +152,8 @@ class DecodeCosts:
     profile: HardwareProfile
     measured: Mapping[str, LayerCost] = dataclasses.field(default_factory=dict)
 
-    def layer_cost(self, layer: int, rows: int) -> LayerCost:
-        """Seconds of one layer in a decode step of `rows` rows."""
+    def layer_cost(self, layer: int, batch_rows: int) -> LayerCost:
+        """Seconds of one layer in a decode step of `batch_rows` rows."""
         kind = self.sizes.template.spec.layers[layer].kind
         if kind in self.measured:
             return self.measured[kind]
@@ -162,12 +163,14 @@ class DecodeCosts:
             others = size * (profile.devices - 1) / profile.devices
             fetch += others / profile.interconnect_bytes_per_second
         unpack = 2 * size / profile.device_bandwidth_bytes_per_second
-        return LayerCost(fetch, unpack, self._seconds(self._work(layer, rows // profile.devices)))
+        return LayerCost(fetch, unpack, self._seconds(self._work(layer, batch_rows // profile.devices)))
 
     def predict(self, plan: DecodePlan) -> DecodePrediction:
         """Time and memory of a plan."""
         layers = self.sizes.template.spec.layers
-        of_kind = {layers[layer].kind: self.layer_cost(layer, plan.rows) for layer in self._first_uses()}
+        of_kind = {
+            layers[layer].kind: self.layer_cost(layer, plan.batch_rows) for layer in self._first_uses()
+        }
         costs = [of_kind[layers[layer].kind] for layer in self.sizes.uses]
         streamed = [layer not in plan.resident for layer in self.sizes.uses]
         return DecodePrediction(period_seconds(costs, streamed, plan.prefetch), self.sizes.device_bytes(plan))
@@ -177,12 +180,12 @@ class DecodeCosts:
         layers = self.sizes.template.spec.layers
         return tuple({layers[layer].kind: layer for layer in self.sizes.uses}.values())
 
-    def prompt_seconds(self, prompt_tokens: int, rows: int) -> float:
-        """Device seconds of the prompts of `rows` rows, computed while the layers are there anyway."""
+    def prompt_seconds(self, prompt_tokens: int, batch_rows: int) -> float:
+        """Device seconds of the prompts of `batch_rows` rows, computed while the layers are there anyway."""
         template, devices = self.sizes.template, self.profile.devices
         shape = CallShape(template.spec.hidden_size, prompt_tokens, self.sizes.compute_dtype)
         return sum(
-            self._seconds(forward_graph(template.kinds[layer.kind], shape, -(-rows // devices)).work())
+            self._seconds(forward_graph(template.kinds[layer.kind], shape, -(-batch_rows // devices)).work())
             for layer in template.spec.layers[1:-1]
         )
 
@@ -190,13 +193,15 @@ class DecodeCosts:
         profile = self.profile
         return work.seconds(profile.matmul_flops_per_second, profile.device_bandwidth_bytes_per_second)
 
-    def _work(self, layer: int, rows: int) -> Work:
+    def _work(self, layer: int, device_rows: int) -> Work:
         template, dtype = self.sizes.template, self.sizes.compute_dtype
         if layer == len(template.spec.layers) - 1:
-            return _head_work(template, rows, dtype)
+            return _head_work(template, device_rows, dtype)
         if layer == 0:
             return Work({Kernel(0, 0): 1})  # the tied table: its product is the head's
-        return _step_work(template.kind(layer), template.spec.hidden_size, rows, self.sizes.tokens, dtype)
+        return _step_work(
+            template.kind(layer), template.spec.hidden_size, device_rows, self.sizes.tokens, dtype
+        )
 
 
 def decode_costs(
@@ -220,7 +225,7 @@ def _state_bytes(kind: LayerKind, tokens: int, dtype: str) -> int:
 
 
 @functools.lru_cache(maxsize=512)
-def _step_work(kind: LayerKind, hidden_size: int, rows: int, tokens: int, dtype: str) -> Work:
+def _step_work(kind: LayerKind, hidden_size: int, device_rows: int, tokens: int, dtype: str) -> Work:
     decoding = kind.decoding
     assert decoding is not None
     params = tuple(jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(dtype)) for tensor in kind.parameters)
@@ -232,11 +237,11 @@ def _step_work(kind: LayerKind, hidden_size: int, rows: int, tokens: int, dtype:
         state = decoding.state_shapes(count, tokens, dtype)
         return trace(lambda p, x, s, a, b: step(p, x, s, Span(a, b)), params, x, state, counts, counts)
 
-    return at_rows(at, ("decode", kind, hidden_size, tokens, dtype), rows).work()
+    return at_rows(at, ("decode", kind, hidden_size, tokens, dtype), device_rows).work()
 
 
 @functools.lru_cache(maxsize=512)
-def _head_work(template: ModelTemplate, rows: int, dtype: str) -> Work:
+def _head_work(template: ModelTemplate, device_rows: int, dtype: str) -> Work:
     spec = template.spec
     head = template.kind(len(spec.layers) - 1)
     params = tuple(jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(dtype)) for tensor in head.parameters)
@@ -251,4 +256,4 @@ def _head_work(template: ModelTemplate, rows: int, dtype: str) -> Work:
         x = jax.ShapeDtypeStruct((count, 1, spec.hidden_size), jnp.dtype(dtype))
         return trace(choose, params, table, x, jax.ShapeDtypeStruct((count, 1), jnp.int32))
 
-    return at_rows(at, ("choose", template, dtype), rows).work()
+    return at_rows(at, ("choose", template, dtype), device_rows).work()

@@ -120,19 +120,19 @@ def block_products(model: MixtureOfExperts, sequence_length: int) -> tuple[Produ
 
 @dataclasses.dataclass(frozen=True)
 class DescribedWork:
-    """Work of `model` for one microbatch of `rows` on one device; see `costs.WorkSource`.
+    """Work of `model` for `device_rows` rows, one device's part of a microbatch; see `costs.WorkSource`.
 
     Element-wise work is left out: a mixture's time is its products and its streamed bytes.
     """
 
     model: MixtureOfExperts
-    rows: int
+    device_rows: int
     sequence_length: int
 
     @property
     def tokens(self) -> int:
         """Tokens of the microbatch."""
-        return self.rows * self.sequence_length
+        return self.device_rows * self.sequence_length
 
     def work(self, kind: str, phase: Action, saved: tuple[str, ...]) -> Work:
         """Backward: two products for each of the forward ones, and again what is not saved."""
@@ -204,15 +204,15 @@ def described_costs(
     model: MixtureOfExperts,
     profile: HardwareProfile,
     *,
-    rows: int,
+    microbatch_rows: int,
     sequence_length: int,
     optimizer: HostOptimizer,
 ) -> Costs:
-    """Costs of microbatches of `rows` x `sequence_length` tokens (over all devices), bf16 throughout."""
+    """Costs of microbatches of `microbatch_rows` (over all devices) x `sequence_length` tokens, in bf16."""
     spec, devices = model_spec(model), profile.devices
-    if rows % devices:
-        raise ValueError(f"microbatch of {rows} rows cannot be split over {devices} devices")
-    source = DescribedWork(model, rows // devices, sequence_length)
+    if microbatch_rows % devices:
+        raise ValueError(f"microbatch of {microbatch_rows} rows cannot be split over {devices} devices")
+    source = DescribedWork(model, microbatch_rows // devices, sequence_length)
     residuals: Mapping[str, Mapping[str, int]] = {
         "embed": {},
         "mixture": source.residual_bytes(),
@@ -237,7 +237,7 @@ def described_costs(
         profile=profile,
         optimizer=optimizer.name,
         update_bytes=touched_bytes(optimizer, "bfloat16"),
-        rows=rows,
+        microbatch_rows=microbatch_rows,
         sequence_length=sequence_length,
         sizes=with_state_bytes(sizes, spec, optimizer, devices=devices),
         source=source,

@@ -56,15 +56,15 @@ def _eager(source: EagerWork, kind: str, phase: Action) -> tuple[Work, int]:
     elements = sum(tensor.elements for tensor in layer_kind.parameters)
     slab_bytes = elements * item_bytes(compiled.shape.compute_dtype)
     copy = Work({Kernel(0, 2 * slab_bytes): 1})
-    forward = _on_chip(forward_graph(layer_kind, compiled.shape, compiled.rows))
-    named = named_bytes(layer_kind, compiled.shape, compiled.rows)
-    hidden = compiled.rows * compiled.shape.sequence_length * compiled.shape.hidden_size
+    forward = _on_chip(forward_graph(layer_kind, compiled.shape, compiled.device_rows))
+    named = named_bytes(layer_kind, compiled.shape, compiled.device_rows)
+    hidden = compiled.device_rows * compiled.shape.sequence_length * compiled.shape.hidden_size
     forward_bytes, backward_bytes = _part_bytes(hidden, named)
     forward_work = products(forward) + Work({Kernel(0, forward_bytes): 1})
     if phase is not Action.BACKWARD:
         return forward_work + copy, forward.peak_bytes() + slab_bytes
     names = layer_kind.residual_names
-    pure = _on_chip(backward_graph(layer_kind, compiled.shape, compiled.rows, names))
+    pure = _on_chip(backward_graph(layer_kind, compiled.shape, compiled.device_rows, names))
     back = products(pure) + Work({Kernel(0, backward_bytes): 1})
     # Autograd holds every result of the forward pass until the backward pass has used it.
     held = sum(

@@ -66,33 +66,33 @@ class SaveSet(NamedTuple):
 
 
 def kind_inputs(
-    kind: LayerKind, hidden_size: int, rows: int, sequence_length: int, compute_dtype: str
+    kind: LayerKind, hidden_size: int, device_rows: int, sequence_length: int, compute_dtype: str
 ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], jax.ShapeDtypeStruct, Context]:
-    """Abstract (parameters, x, context) of one call of `kind` on [rows, sequence_length] tokens."""
+    """Abstract (parameters, x, context) of one call of `kind` on [device_rows, sequence_length] tokens."""
     dtype = jnp.dtype(compute_dtype)
-    tokens: Any = jax.ShapeDtypeStruct((rows, sequence_length), jnp.int32)
+    tokens: Any = jax.ShapeDtypeStruct((device_rows, sequence_length), jnp.int32)
     params = tuple(jax.ShapeDtypeStruct(tensor.shape, dtype) for tensor in kind.parameters)
-    hidden = jax.ShapeDtypeStruct((rows, sequence_length, hidden_size), dtype)
+    hidden = jax.ShapeDtypeStruct((device_rows, sequence_length, hidden_size), dtype)
     return params, tokens if kind.name == "embed" else hidden, Context(tokens, tokens)
 
 
-def forward_graph(kind: LayerKind, shape: CallShape, rows: int, saved: Collection[str] = ()) -> Graph:
-    """The forward pass on `rows` x T tokens that also returns the tensors in `saved`."""
-    graph = _forward(kind, shape, rows)
+def forward_graph(kind: LayerKind, shape: CallShape, device_rows: int, saved: Collection[str] = ()) -> Graph:
+    """The forward pass on `device_rows` x T tokens that also returns the tensors in `saved`."""
+    graph = _forward(kind, shape, device_rows)
     y, *named = graph.outputs
     kept = [value for name, value in zip(kind.residual_names, named, strict=True) if name in saved]
     return graph.needed((y, *kept))
 
 
-def backward_graph(kind: LayerKind, shape: CallShape, rows: int, saved: Collection[str] = ()) -> Graph:
+def backward_graph(kind: LayerKind, shape: CallShape, device_rows: int, saved: Collection[str] = ()) -> Graph:
     """The backward pass, recomputing what is not in `saved`: input gradient and flat float32 slab."""
-    graph = _backward(kind, shape, rows)
+    graph = _backward(kind, shape, device_rows)
     return graph.needed(graph.outputs, saved=saved) if saved else graph
 
 
-def named_bytes(kind: LayerKind, shape: CallShape, rows: int) -> dict[str, int]:
-    """Bytes of the tensors that a layer names, for `rows` x T tokens."""
-    graph = _forward(kind, shape, rows)
+def named_bytes(kind: LayerKind, shape: CallShape, device_rows: int) -> dict[str, int]:
+    """Bytes of the tensors that a layer names, for `device_rows` x T tokens."""
+    graph = _forward(kind, shape, device_rows)
     return {
         name: graph.sizes[value] for name, value in zip(kind.residual_names, graph.outputs[1:], strict=True)
     }
@@ -110,7 +110,7 @@ def _marks(shape: CallShape) -> Marking:
 
 
 @functools.lru_cache(maxsize=256)
-def _forward(kind: LayerKind, shape: CallShape, rows: int) -> Graph:
+def _forward(kind: LayerKind, shape: CallShape, device_rows: int) -> Graph:
     """Outputs: y, then all named tensors."""
 
     def forward(params: Any, x: Array, context: Any) -> Any:
@@ -123,11 +123,11 @@ def _forward(kind: LayerKind, shape: CallShape, rows: int) -> Graph:
         with for_description():
             return trace(forward, *inputs, marking=_marks(shape))
 
-    return at_rows(at, ("forward", kind, shape), rows)
+    return at_rows(at, ("forward", kind, shape), device_rows)
 
 
 @functools.lru_cache(maxsize=256)
-def _backward(kind: LayerKind, shape: CallShape, rows: int) -> Graph:
+def _backward(kind: LayerKind, shape: CallShape, device_rows: int) -> Graph:
     def at(count: int) -> Graph:
         inputs = kind_inputs(kind, shape.hidden_size, count, shape.sequence_length, shape.compute_dtype)
         dtype = jnp.dtype(shape.compute_dtype)
@@ -143,16 +143,16 @@ def _backward(kind: LayerKind, shape: CallShape, rows: int) -> Graph:
         with for_description():
             return trace(backward, *inputs, dy, marking=_marks(shape))
 
-    return at_rows(at, ("backward", kind, shape), rows)
+    return at_rows(at, ("backward", kind, shape), device_rows)
 
 
 @functools.lru_cache(maxsize=256)
-def loss_graph(template: ModelTemplate, shape: CallShape, rows: int, chunk_tokens: int) -> Graph:
+def loss_graph(template: ModelTemplate, shape: CallShape, device_rows: int, chunk_tokens: int) -> Graph:
     """Final norm, logits, cross-entropy and their gradients in chunks of at most `chunk_tokens` tokens."""
     spec = template.spec
     head = template.kind(len(spec.layers) - 1)
     params, x, context = kind_inputs(
-        head, shape.hidden_size, rows, shape.sequence_length, shape.compute_dtype
+        head, shape.hidden_size, device_rows, shape.sequence_length, shape.compute_dtype
     )
     table = jax.ShapeDtypeStruct((spec.vocabulary_size, shape.hidden_size), jnp.dtype(shape.compute_dtype))
 
@@ -168,15 +168,15 @@ def loss_graph(template: ModelTemplate, shape: CallShape, rows: int, chunk_token
         small = tuple(g for g, size in zip(gradients, shapes, strict=True) if len(size) < 2)
         return found.loss, dx, _flat((*small, found.table_gradient_VD))
 
-    tokens = jax.ShapeDtypeStruct((rows, shape.sequence_length), jnp.int32)
-    mask = jax.ShapeDtypeStruct((rows, shape.sequence_length), jnp.bool_)
+    tokens = jax.ShapeDtypeStruct((device_rows, shape.sequence_length), jnp.int32)
+    mask = jax.ShapeDtypeStruct((device_rows, shape.sequence_length), jnp.bool_)
     return trace(loss, params, table, x, context, tokens, mask)
 
 
 def save_sets(
     kind: LayerKind,
     shape: CallShape,
-    rows: int,
+    device_rows: int,
     seconds: Callable[[Work], float],
     *,
     most: int | None = None,
@@ -189,18 +189,20 @@ def save_sets(
     Args:
         seconds: time of some work on the hardware at hand.
     """
-    return _thin(_pareto(_all_sets(kind, shape, rows, seconds)), MOST_SAVE_SETS if most is None else most)
+    return _thin(
+        _pareto(_all_sets(kind, shape, device_rows, seconds)), MOST_SAVE_SETS if most is None else most
+    )
 
 
 def _all_sets(
-    kind: LayerKind, shape: CallShape, rows: int, seconds: Callable[[Work], float]
+    kind: LayerKind, shape: CallShape, device_rows: int, seconds: Callable[[Work], float]
 ) -> list[SaveSet]:
-    sizes = named_bytes(kind, shape, rows)
+    sizes = named_bytes(kind, shape, device_rows)
     names = tuple(name for name in kind.residual_names if name in sizes)
 
     def weigh(saved: Collection[str]) -> SaveSet:
         ordered = saved_in_order(names, saved)
-        work = backward_graph(kind, shape, rows, ordered).work()
+        work = backward_graph(kind, shape, device_rows, ordered).work()
         return SaveSet(ordered, sum(sizes[name] for name in ordered), seconds(work))
 
     if len(names) <= _EXHAUSTIVE_NAMES:
@@ -248,14 +250,14 @@ _Traced = dict[tuple[Any, ...], tuple[Graph, Graph]]
 _traced: _Traced = {}
 
 
-def at_rows(at: Callable[[int], Graph], key: tuple[Any, ...], rows: int) -> Graph:
+def at_rows(at: Callable[[int], Graph], key: tuple[Any, ...], device_rows: int) -> Graph:
     """The graph that `at` traces, at any number of rows, from two tracings that are kept under `key`."""
     if key not in _traced:
         _traced[key] = (at(_LOW_ROWS), at(_HIGH_ROWS))
     try:
-        return between(*_traced[key], _LOW_ROWS, _HIGH_ROWS, rows)
+        return between(*_traced[key], _LOW_ROWS, _HIGH_ROWS, device_rows)
     except UnknownCostError:
-        return at(rows)
+        return at(device_rows)
 
 
 def _flat(gradients: tuple[Array, ...]) -> Array:

@@ -78,7 +78,7 @@ class TemplateWork:
 
     template: ModelTemplate
     shape: CallShape
-    rows: int
+    device_rows: int
     head_chunk_tokens: int
 
     def work(self, kind: str, phase: Action, saved: tuple[str, ...]) -> Work:
@@ -94,7 +94,7 @@ class TemplateWork:
         layer_kind = self.template.kinds[kind]
         if not layer_kind.residual_names:
             return (SaveSet((), 0, seconds(self.work(kind, Action.BACKWARD, ()))),)
-        return save_sets(layer_kind, self.shape, self.rows, seconds)
+        return save_sets(layer_kind, self.shape, self.device_rows, seconds)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -103,13 +103,13 @@ def _work_of(source: TemplateWork, kind: str, phase: Action, saved: tuple[str, .
     ordered = saved_in_order(layer_kind.residual_names, saved)
     match phase:
         case Action.FORWARD:
-            graph = forward_graph(layer_kind, source.shape, source.rows, ordered)
+            graph = forward_graph(layer_kind, source.shape, source.device_rows, ordered)
         case Action.RECOMPUTE:
-            graph = forward_graph(layer_kind, source.shape, source.rows)
+            graph = forward_graph(layer_kind, source.shape, source.device_rows)
         case Action.BACKWARD:
-            graph = backward_graph(layer_kind, source.shape, source.rows, ordered)
+            graph = backward_graph(layer_kind, source.shape, source.device_rows, ordered)
         case Action.LOSS:
-            graph = loss_graph(source.template, source.shape, source.rows, source.head_chunk_tokens)
+            graph = loss_graph(source.template, source.shape, source.device_rows, source.head_chunk_tokens)
         case _:
             raise ValueError(f"{phase.value} is no compute operation")
     return graph.work(), graph.peak_bytes()
@@ -124,7 +124,7 @@ class Costs:
         profile: rates and capacities.
         optimizer: name of the host optimizer.
         update_bytes: that it reads and writes per parameter.
-        rows, sequence_length: of one microbatch, over all devices.
+        microbatch_rows, sequence_length: of one microbatch, over all devices.
         sizes: bytes per device, optimizer state included.
         source: work of the compute operations.
         measured: seconds of kernels that were timed on the device in use.
@@ -135,7 +135,7 @@ class Costs:
     profile: HardwareProfile
     optimizer: str
     update_bytes: float
-    rows: int
+    microbatch_rows: int
     sequence_length: int
     sizes: ModelSizes
     source: WorkSource
@@ -295,18 +295,18 @@ def template_costs(
     template: ModelTemplate,
     profile: HardwareProfile,
     *,
-    rows: int,
+    microbatch_rows: int,
     sequence_length: int,
     optimizer: HostOptimizer,
     compute_dtype: str = "bfloat16",
     gradient_dtype: str = "bfloat16",
     head_chunk_tokens: int = HEAD_CHUNK_TOKENS,
 ) -> Costs:
-    """Costs of a template's microbatches of `rows` x `sequence_length` tokens (over all devices)."""
+    """Costs of microbatches of `microbatch_rows` (over all devices) x `sequence_length` tokens."""
     devices = profile.devices
     sizes = model_sizes(
         template,
-        rows=rows,
+        microbatch_rows=microbatch_rows,
         sequence_length=sequence_length,
         compute_dtype=compute_dtype,
         gradient_dtype=gradient_dtype,
@@ -318,10 +318,10 @@ def template_costs(
         profile=profile,
         optimizer=optimizer.name,
         update_bytes=touched_bytes(optimizer, gradient_dtype),
-        rows=rows,
+        microbatch_rows=microbatch_rows,
         sequence_length=sequence_length,
         sizes=with_state_bytes(sizes, template.spec, optimizer, devices=devices),
-        source=TemplateWork(template, shape, rows // devices, head_chunk_tokens),
+        source=TemplateWork(template, shape, microbatch_rows // devices, head_chunk_tokens),
     )
 
 
@@ -342,9 +342,9 @@ def static_host_bytes(spec: ModelSpec, *, gradient_dtype: str = "bfloat16", devi
     return sum(layout.length * per_element for layout in _layouts(spec, devices))
 
 
-def model_flops(spec: ModelSpec, rows: int, sequence_length: int) -> int:
+def model_flops(spec: ModelSpec, batch_rows: int, sequence_length: int) -> int:
     """6 N tokens: the convention of MegaTrain and LazyTrain (padding counts, attention does not)."""
-    return 6 * spec.parameter_count * rows * sequence_length
+    return 6 * spec.parameter_count * batch_rows * sequence_length
 
 
 def _layouts(spec: ModelSpec, devices: int) -> list[SlabLayout]:

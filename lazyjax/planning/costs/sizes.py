@@ -18,29 +18,29 @@ BATCH_BYTES_PER_TOKEN = 4 * 4 + 1
 def model_sizes(
     template: ModelTemplate,
     *,
-    rows: int,
+    microbatch_rows: int,
     sequence_length: int,
     compute_dtype: str = "bfloat16",
     gradient_dtype: str = "bfloat16",
     devices: int = 1,
 ) -> ModelSizes:
-    """Sizes per device for one microbatch of `rows` x `sequence_length` tokens.
+    """Sizes per device for one microbatch of `microbatch_rows` x `sequence_length` tokens.
 
     With several devices slabs are sharded and rows are split, so every size is the n-th part.
     In float32 compute both halves of the split master are streamed (4 bytes per parameter).
 
     Raises:
-        ValueError: `rows` is not a multiple of `devices`.
+        ValueError: `microbatch_rows` is not a multiple of `devices`.
     """
-    if rows % devices:
-        raise ValueError(f"microbatch of {rows} rows cannot be split over {devices} devices")
+    if microbatch_rows % devices:
+        raise ValueError(f"microbatch of {microbatch_rows} rows cannot be split over {devices} devices")
     spec = template.spec
     shape = CallShape(spec.hidden_size, sequence_length, compute_dtype)
     residuals: dict[str, dict[str, int]] = {}
     for kind in template.kinds.values():
-        named = named_bytes(kind, shape, rows // devices) if kind.residual_names else {}
+        named = named_bytes(kind, shape, microbatch_rows // devices) if kind.residual_names else {}
         residuals[kind.name] = {name: named[name] for name in kind.residual_names}
-    hidden_bytes = rows * sequence_length * spec.hidden_size * item_bytes(compute_dtype) // devices
+    hidden_bytes = microbatch_rows * sequence_length * spec.hidden_size * item_bytes(compute_dtype) // devices
     layers = []
     for index, layer in enumerate(spec.layers):
         length = slab_layout(layer.parameters, devices=devices).length // devices
@@ -54,5 +54,5 @@ def model_sizes(
                 half_bytes=length * 2,
             )
         )
-    batch_bytes = rows * sequence_length * BATCH_BYTES_PER_TOKEN // devices
+    batch_bytes = microbatch_rows * sequence_length * BATCH_BYTES_PER_TOKEN // devices
     return ModelSizes(tuple(layers), batch_bytes, spec.tied, compute_dtype == "float32")

@@ -250,15 +250,15 @@ def trace(function: Callable[..., Any], *arguments: Any, marking: Marking | None
     return _flatten(jaxpr, marking)
 
 
-def between(low: Graph, high: Graph, low_rows: int, high_rows: int, rows: int) -> Graph:
-    """The graph at `rows`, from those at two other row counts: every size is affine in the rows.
+def between(low: Graph, high: Graph, low_rows: int, high_rows: int, device_rows: int) -> Graph:
+    """The graph at `device_rows`, from those at two other row counts: every size is affine in the rows.
 
     Raises:
         UnknownCostError: the two programs differ by more than their sizes.
     """
 
     def affine(a: int, b: int) -> int:
-        return a + (b - a) * (rows - low_rows) // (high_rows - low_rows)
+        return a + (b - a) * (device_rows - low_rows) // (high_rows - low_rows)
 
     if len(low.nodes) != len(high.nodes) or low.outputs != high.outputs:
         raise UnknownCostError(f"the program changes between {low_rows} and {high_rows} rows")

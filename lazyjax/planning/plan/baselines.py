@@ -83,7 +83,7 @@ class Baseline(Protocol):
 
         Args:
             residual_names: of every layer.
-            batch: rows, sequence_length and whatever else the user fixed of the plan's fields.
+            batch: batch_rows, sequence_length and whatever else the user fixed of the plan's fields.
         """
         ...
 

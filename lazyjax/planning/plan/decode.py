@@ -10,13 +10,13 @@ class DecodePlan:
     """How a model is decoded.
 
     Attributes:
-        rows: rows decoded together; each has a slot on the device.
+        batch_rows: rows decoded together over all devices; each has a slot on the device.
         tokens: prompt and answer of a row together are at most so long.
         resident: layers that stay on the device, numbered as in `ModelSpec.layers`.
         prefetch: slabs of streamed layers that are on their way or waiting.
     """
 
-    rows: int
+    batch_rows: int
     tokens: int
     resident: tuple[int, ...] = ()
     prefetch: int = 2

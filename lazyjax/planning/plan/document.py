@@ -21,9 +21,10 @@ import pydantic
 from lazyjax.specs import Boundary as Boundary
 from lazyjax.specs import ModelSpec, Part, Tier
 
-PLAN_VERSION: Literal[4] = 4
-#: Without homes of gradients and of the halves of the master weights: these were on the host.
-_EARLIER_VERSIONS = (3,)
+PLAN_VERSION: Literal[5] = 5
+#: Versions that can still be read. 3: without homes of gradients and of the halves of the master weights,
+#: which were on the host. 3 and 4: `batch_rows` had the name `rows`.
+_EARLIER_VERSIONS = (3, 4)
 
 
 #: Fields of a plan that say what it was made for, besides the machine.
@@ -99,8 +100,8 @@ class Plan(_Model):
     """All decisions of one step.
 
     Attributes:
-        rows, sequence_length: the batch the plan was made for. A shorter sequence runs under the
-            same plan; other rows do not.
+        batch_rows, sequence_length: the batch the plan was made for, over all devices. A shorter
+            sequence runs under the same plan; other rows do not.
         microbatches: M; all M pass a layer before the next layer's parameters are needed. All have
             the same rows; where M does not divide the batch, rows of padding fill the last one.
         prefetch: parameter slabs on the device during the forward pass (1: none ahead).
@@ -123,7 +124,7 @@ class Plan(_Model):
         hardware, device: profile that its times come from, and what that says the device is.
     """
 
-    version: Literal[4] = PLAN_VERSION
+    version: Literal[5] = PLAN_VERSION
     model: str
     architecture: str | None = None
     optimizer: str | None = None
@@ -132,7 +133,7 @@ class Plan(_Model):
     hardware: str | None = None
     device: str | None = None
     planner: str
-    rows: int = pydantic.Field(ge=1)
+    batch_rows: int = pydantic.Field(ge=1)
     sequence_length: int = pydantic.Field(ge=1)
     microbatches: int = pydantic.Field(default=1, ge=1)
     prefetch: int = pydantic.Field(default=2, ge=1)
@@ -148,8 +149,8 @@ class Plan(_Model):
 
     @property
     def microbatch_rows(self) -> int:
-        """Rows of one microbatch, padding included."""
-        return -(-self.rows // self.microbatches)
+        """Rows of one microbatch over all devices, padding included."""
+        return -(-self.batch_rows // self.microbatches)
 
     @property
     def executed_rows(self) -> int:
@@ -195,8 +196,10 @@ def read_plan(document: Any, where: str) -> Plan:
         earlier = ", ".join(map(str, _EARLIER_VERSIONS))
         raise PlanError(
             f"{where}: version {found}, this release reads version {PLAN_VERSION} "
-            f"and plans of version {earlier}"
+            f"and plans of versions {earlier}"
         )
+    if found != PLAN_VERSION and "rows" in document:
+        document = {("batch_rows" if key == "rows" else key): value for key, value in document.items()}
     try:
         return Plan.model_validate({**document, "version": PLAN_VERSION})
     except pydantic.ValidationError as error:
@@ -221,9 +224,9 @@ def check_made_for(plan: Plan, asked: Mapping[str, Any], where: str) -> None:
             raise PlanError(f"{where}: made for {field} {known}, but {value} is asked for")
 
 
-def leaves_one_empty(rows: int, microbatches: int) -> bool:
-    """Whether equal microbatches that hold `rows` in all would leave the last without a row."""
-    return rows <= (microbatches - 1) * -(-rows // microbatches)
+def leaves_one_empty(batch_rows: int, microbatches: int) -> bool:
+    """Whether equal microbatches that hold `batch_rows` in all would leave the last without a row."""
+    return batch_rows <= (microbatches - 1) * -(-batch_rows // microbatches)
 
 
 def validate_plan(plan: Plan, spec: ModelSpec, residual_names: Sequence[Sequence[str]]) -> None:
@@ -239,10 +242,10 @@ def validate_plan(plan: Plan, spec: ModelSpec, residual_names: Sequence[Sequence
         raise PlanError(f"architecture: the plan is for another than {spec.name}'s (made with {plan.model})")
     if len(plan.layers) != len(spec.layers):
         raise PlanError(f"layers: {len(plan.layers)} entries, the model has {len(spec.layers)}")
-    if leaves_one_empty(plan.rows, plan.microbatches):
+    if leaves_one_empty(plan.batch_rows, plan.microbatches):
         raise PlanError(
-            f"microbatches: {plan.microbatches} of {plan.microbatch_rows} rows are more than rows: "
-            f"{plan.rows} fill"
+            f"microbatches: {plan.microbatches} of {plan.microbatch_rows} rows are more than batch_rows: "
+            f"{plan.batch_rows} fill"
         )
     last = len(plan.layers) - 1
     for index, (layer, names) in enumerate(zip(plan.layers, residual_names, strict=True)):

@@ -21,22 +21,22 @@ _PATIENCE = 2
 class PlannedBatch(NamedTuple):
     """A batch and the plan found for it."""
 
-    rows: int
+    batch_rows: int
     plan: Plan
 
     @property
     def tokens_per_second(self) -> float:
         """Simulated; padding counted."""
         assert self.plan.prediction is not None
-        return self.rows * self.plan.sequence_length / self.plan.prediction.period_seconds
+        return self.batch_rows * self.plan.sequence_length / self.plan.prediction.period_seconds
 
 
 def batches_up_to(most: int, unit: int = 1) -> tuple[int, ...]:
     """`unit`, twice that, and so on, and the largest multiple of it up to `most`."""
-    rows, chosen = unit, list[int]()
-    while rows <= most:
-        chosen.append(rows)
-        rows *= 2
+    batch_rows, chosen = unit, list[int]()
+    while batch_rows <= most:
+        chosen.append(batch_rows)
+        batch_rows *= 2
     largest = most // unit * unit
     return tuple(dict.fromkeys([*chosen, largest])) if chosen else ()
 
@@ -49,16 +49,16 @@ def plan_batches(
     """Plans batches in ascending order until larger ones bring nothing or do not fit.
 
     Args:
-        solve: rows -> plan with its prediction; None where nothing fits.
+        solve: batch_rows -> plan with its prediction; None where nothing fits.
         show: gets each batch as soon as it is planned.
     """
     planned = list[PlannedBatch]()
     since_gain, best = 0, 0.0
-    for rows in batches:
-        plan = solve(rows)
+    for batch_rows in batches:
+        plan = solve(batch_rows)
         if plan is None:
             break
-        planned.append(PlannedBatch(rows, plan))
+        planned.append(PlannedBatch(batch_rows, plan))
         show(planned[-1])
         gained = planned[-1].tokens_per_second > best * (1 + CLOSE_TO_BEST)
         best = max(best, planned[-1].tokens_per_second)

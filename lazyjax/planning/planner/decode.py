@@ -17,7 +17,7 @@ def plan_decoding(
     *,
     device_bytes: int,
     most_rows: int = 1024,
-    rows: int | None = None,
+    batch_rows: int | None = None,
     prefetch: int = 2,
 ) -> DecodePlan:
     """The plan with the most tokens per second among the batches that fit.
@@ -27,14 +27,14 @@ def plan_decoding(
 
     Args:
         device_bytes: that may be used.
-        rows: fixes the batch.
+        batch_rows: fixes the batch.
 
     Raises:
         DecodeMemoryError: nothing fits.
     """
     best: tuple[float, DecodePlan] | None = None
     devices = costs.profile.devices
-    for count in (rows,) if rows is not None else batch_sizes(most_rows, devices):
+    for count in (batch_rows,) if batch_rows is not None else batch_sizes(most_rows, devices):
         plan = most_resident(costs.sizes, count, device_bytes, prefetch)
         if plan is None:
             continue
@@ -42,7 +42,7 @@ def plan_decoding(
         if best is None or rate > best[0] * (1 + 1e-9):
             best = rate, plan
     if best is None:
-        raise costs.sizes.too_large(device_bytes, devices if rows is None else rows)
+        raise costs.sizes.too_large(device_bytes, devices if batch_rows is None else batch_rows)
     return best[1]
 
 
@@ -57,11 +57,13 @@ def batch_sizes(most: int, devices: int = 1) -> tuple[int, ...]:
     return tuple(sorted(size for size in rounded if size <= most))
 
 
-def most_resident(sizes: DecodeSizes, rows: int, device_bytes: int, prefetch: int = 2) -> DecodePlan | None:
-    """The plan for `rows` rows with the most layers resident; None if the rows alone do not fit."""
+def most_resident(
+    sizes: DecodeSizes, batch_rows: int, device_bytes: int, prefetch: int = 2
+) -> DecodePlan | None:
+    """The plan for `batch_rows` rows with the most layers resident; None if the rows alone do not fit."""
 
     def at(count: int) -> DecodePlan:
-        return DecodePlan(rows, sizes.tokens, spread(sizes.uses, count), prefetch)
+        return DecodePlan(batch_rows, sizes.tokens, spread(sizes.uses, count), prefetch)
 
     def fits(count: int) -> bool:
         return sizes.device_bytes(at(count)) <= device_bytes

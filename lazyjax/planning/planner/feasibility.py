@@ -28,7 +28,7 @@ def finest_miss(request: Request) -> dict[Tier, int]:
 
 
 def _finest_problems(request: Request) -> list[Problem]:
-    finest = request.microbatches or request.rows // request.devices
+    finest = request.microbatches or request.batch_rows // request.devices
     settings = settings_of(dataclasses.replace(request, microbatches=finest))
     return [problem_of(request, setting, lean=True) for setting in settings]
 
@@ -45,7 +45,7 @@ def largest_batch(request: Request, *, below: int, most_probes: int = 24) -> int
         if high - low <= 1:
             break
         middle = (low + high) // 2
-        if feasible(dataclasses.replace(request, rows=middle * unit)):
+        if feasible(dataclasses.replace(request, batch_rows=middle * unit)):
             low = middle
         else:
             high = middle
@@ -73,14 +73,14 @@ def nearest_changes(
     """
     changes = []
     if request.microbatches is not None:
-        for count in microbatch_counts(request.rows, request.devices):
+        for count in microbatch_counts(request.batch_rows, request.devices):
             if feasible(dataclasses.replace(request, microbatches=count)):
                 changes.append(f"{count} microbatches")
                 break
     changes += [name for name, offer in offers.items() if feasible(offer)]
-    rows = largest_batch(request, below=request.rows)
-    if rows:
-        changes.append(f"batch {rows}")
+    batch_rows = largest_batch(request, below=request.batch_rows)
+    if batch_rows:
+        changes.append(f"batch {batch_rows}")
     missing = " and ".join(f"{_amount(size)} more {tier.value} memory" for tier, size in shortfall.items())
     return [*changes, missing] if missing else changes
 

@@ -28,15 +28,14 @@ def necessary_shortfall(request: Request, microbatch_rows: int | None = None) ->
             (necessary_shortfall(question, microbatch_rows) for question in fixed.values()),
             key=lambda missing: sum(missing.values()),
         )
-    rows = microbatch_rows
-    if rows is None:
-        rows = -(-request.rows // _finest(request))
-    sizes = request.sizes(rows)
+    if microbatch_rows is None:
+        microbatch_rows = -(-request.batch_rows // _finest(request))
+    sizes = request.sizes(microbatch_rows)
     host, nvme = request.capacity[Tier.HOST], request.capacity[Tier.NVME]
     state = sum(layer.state_bytes for layer in sizes.layers)
     # What layers own is on the host unless NVMe takes it.
     needed = {
-        Tier.DEVICE: _least_device_bytes(request, sizes, rows),
+        Tier.DEVICE: _least_device_bytes(request, sizes, microbatch_rows),
         Tier.HOST: max(0, request.static_host_bytes + state - nvme),
         Tier.NVME: 0,
     }
@@ -48,12 +47,12 @@ def necessary_shortfall(request: Request, microbatch_rows: int | None = None) ->
 
 
 def _finest(request: Request) -> int:
-    return request.microbatches or request.rows // request.devices
+    return request.microbatches or request.batch_rows // request.devices
 
 
-def _least_device_bytes(request: Request, sizes: ModelSizes, rows: int) -> int:
+def _least_device_bytes(request: Request, sizes: ModelSizes, microbatch_rows: int) -> int:
     """The largest layer's backward pass: slab, gradient, input, both input gradients, working set."""
-    working_bytes = request.costs(rows).working_bytes
+    working_bytes = request.costs(microbatch_rows).working_bytes
     known: dict[str, int] = {}
     most = 0
     for index in range(1, len(sizes.layers) - 1):

@@ -63,7 +63,7 @@ class CostModel(Protocol):
 
 
 class Tables(NamedTuple):
-    """Bytes and costs by the rows of a microbatch, as in `Request`."""
+    """Bytes per device and costs by the rows of a microbatch, as in `Request`."""
 
     sizes: Callable[[int], ModelSizes]
     costs: Callable[[int], CostModel]
@@ -75,9 +75,9 @@ class Request:
 
     Attributes:
         spec: the model.
-        rows, sequence_length: the batch.
-        sizes: rows of a microbatch -> bytes, including optimizer state.
-        costs: rows of a microbatch -> costs.
+        batch_rows, sequence_length: the batch, over all devices.
+        sizes: microbatch_rows -> bytes per device, including optimizer state.
+        costs: microbatch_rows -> costs.
         capacity: bytes that may be used per tier; an NVMe capacity of 0 closes that tier.
         static_host_bytes: of all masters and gradients, and what else is there whatever is planned.
         microbatches, prefetch, backward_prefetch, interlayer_home, update: fixed where given.
@@ -90,7 +90,7 @@ class Request:
     """
 
     spec: ModelSpec
-    rows: int
+    batch_rows: int
     sequence_length: int
     sizes: Callable[[int], ModelSizes]
     costs: Callable[[int], CostModel]
@@ -115,15 +115,15 @@ class Request:
             PlanError: rows or tokens below 1, rows that devices do not divide, or microbatches that rows
                 do not fill or devices do not divide.
         """
-        for name in ("rows", "sequence_length"):
+        for name in ("batch_rows", "sequence_length"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}: must be at least 1, it is {getattr(self, name)}")
-        if self.rows % self.devices:
-            raise PlanError(f"rows: {self.rows} cannot be split over {self.devices} devices")
+        if self.batch_rows % self.devices:
+            raise PlanError(f"batch_rows: {self.batch_rows} cannot be split over {self.devices} devices")
         count = self.microbatches
-        if count is not None and (count < 1 or leaves_one_empty(self.rows, count)):
-            raise PlanError(f"microbatches: {count} cannot be made of {self.rows} rows")
-        if count is not None and (each := -(-self.rows // count)) % self.devices:
+        if count is not None and (count < 1 or leaves_one_empty(self.batch_rows, count)):
+            raise PlanError(f"microbatches: {count} cannot be made of {self.batch_rows} rows")
+        if count is not None and (each := -(-self.batch_rows // count)) % self.devices:
             raise PlanError(
                 f"microbatches: {count} have {each} rows each, "
                 f"which {self.devices} devices cannot share equally"
@@ -149,36 +149,36 @@ class Request:
         return (None, *shorter) if self.sequence_length > _TOKEN_CHUNKS[1] else (None,)
 
 
-def microbatch_counts(rows: int, devices: int = 1) -> tuple[int, ...]:
+def microbatch_counts(batch_rows: int, devices: int = 1) -> tuple[int, ...]:
     """Numbers of microbatches in steps of 1.5 to 2, of those the ones that need least padding.
 
     Where none up to twice the last needs as little as `_MOST_PADDING`, the next that does.
     """
     chosen = [1]
-    while chosen[-1] * devices < rows:
+    while chosen[-1] * devices < batch_rows:
         least = math.ceil(1.5 * chosen[-1])
         wanted = range(least, 2 * chosen[-1] + 1)
-        found = min((padding_share(rows, count, devices), count) for count in wanted)
+        found = min((padding_share(batch_rows, count, devices), count) for count in wanted)
         if found[0] > _MOST_PADDING:
-            later = range(2 * chosen[-1] + 1, rows // devices + 1)
-            found = next((0.0, c) for c in later if padding_share(rows, c, devices) <= _MOST_PADDING)
+            later = range(2 * chosen[-1] + 1, batch_rows // devices + 1)
+            found = next((0.0, c) for c in later if padding_share(batch_rows, c, devices) <= _MOST_PADDING)
         chosen.append(found[1])
     return tuple(chosen)
 
 
-def padding_share(rows: int, microbatches: int, devices: int = 1) -> float:
+def padding_share(batch_rows: int, microbatches: int, devices: int = 1) -> float:
     """Rows of padding per row of the batch; infinite for microbatches that cannot be made."""
-    each = -(-rows // microbatches)
-    if each % devices or leaves_one_empty(rows, microbatches):
+    each = -(-batch_rows // microbatches)
+    if each % devices or leaves_one_empty(batch_rows, microbatches):
         return math.inf
-    return microbatches * each / rows - 1
+    return microbatches * each / batch_rows - 1
 
 
 def settings_of(request: Request) -> list[Plan]:
     """The settings to consider, plainest first; layers are placeholders."""
-    counts = (
-        (request.microbatches,) if request.microbatches else microbatch_counts(request.rows, request.devices)
-    )
+    counts = microbatch_counts(request.batch_rows, request.devices)
+    if request.microbatches:
+        counts = (request.microbatches,)
     interlayer_homes: tuple[InterlayerHome, ...] = (
         (request.interlayer_home,) if request.interlayer_home else ("device", "host")
     )
@@ -193,14 +193,14 @@ def settings_of(request: Request) -> list[Plan]:
         Plan(
             model=request.spec.name, architecture=request.spec.architecture,
             **{**request.made_for, "token_chunk": width},
-            planner="milp", rows=request.rows,
+            planner="milp", batch_rows=request.batch_rows,
             sequence_length=request.sequence_length, microbatches=count, prefetch=forward,
             backward_prefetch=backward, reload_ahead=min(2, count), interlayer_home=interlayer_home,
             update=update, layers=layers,
         )
         for interlayer_home, count in itertools.product(interlayer_homes, counts)
         if not (interlayer_home == "host" and count == 1)
-        for width in request.token_chunks(-(-request.rows // count))
+        for width in request.token_chunks(-(-request.batch_rows // count))
         for forward, backward in dict.fromkeys(prefetches)
     ]  # fmt: skip
 
@@ -211,9 +211,8 @@ def problem_of(request: Request, settings: Plan, *, lean: bool = False) -> Probl
     Args:
         lean: nothing is kept inside layers and no slab stays: what matters to whether anything fits.
     """
-    rows = settings.microbatch_rows
     request = request.at(settings)
-    costs, sizes = request.costs(rows), request.sizes(rows)
+    costs, sizes = request.costs(settings.microbatch_rows), request.sizes(settings.microbatch_rows)
     below = [link.lower for link in LINKS[1:] if request.capacity[link.lower] > 0]
     return Problem(
         settings=settings,

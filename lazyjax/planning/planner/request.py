@@ -21,7 +21,7 @@ def build_request(
     template: ModelTemplate,
     profile: HardwareProfile,
     *,
-    rows: int,
+    batch_rows: int,
     sequence_length: int,
     optimizer: str = "hybrid8bit",
     compute_dtype: str = "bfloat16",
@@ -32,12 +32,12 @@ def build_request(
     costs: Callable[[int], CostModel] | None = None,
     identity: str = "",
 ) -> Request:
-    """What to plan for `rows` x `sequence_length` tokens on a machine.
+    """What to plan for `batch_rows` x `sequence_length` tokens on a machine.
 
     Args:
         optimizer: name of the host optimizer, for the size of its state and its speed.
         device_bytes, host_bytes, nvme_bytes: instead of the profile's capacities.
-        costs: rows of a microbatch -> costs; by default from the profile's rates. Where neither they nor the
+        costs: microbatch_rows -> costs; by default from the profile's rates. Where neither they nor the
             template say otherwise, the token chunk is open.
         identity: names `costs` in the cache's key, where they are not the profile's.
     """
@@ -51,7 +51,7 @@ def build_request(
             return template_costs(
                 template.in_chunks(width),
                 profile,
-                rows=microbatch_rows,
+                microbatch_rows=microbatch_rows,
                 sequence_length=sequence_length,
                 optimizer=made,
                 compute_dtype=compute_dtype,
@@ -69,7 +69,7 @@ def build_request(
     words = [optimizer, compute_dtype, gradient_dtype, str(template.token_chunk)]
     return Request(
         spec=spec,
-        rows=rows,
+        batch_rows=batch_rows,
         sequence_length=sequence_length,
         sizes=sizes,
         costs=profile_costs if costs is None else costs,
@@ -128,7 +128,7 @@ def request_key(request: Request) -> str:
     """The cache key: everything an answer depends on."""
     content: dict[str, Any] = {
         "identity": request.identity,
-        "rows": request.rows,
+        "batch_rows": request.batch_rows,
         "sequence_length": request.sequence_length,
         "capacity": {tier.value: size for tier, size in request.capacity.items()},
     }

@@ -332,8 +332,8 @@ def _found(request: Request, search: _Search, begun: float, deadline: float) -> 
 
 def predict(request: Request, plan: Plan) -> Prediction:
     """Period and peaks of a plan at microbatch granularity."""
-    rows, request = plan.microbatch_rows, request.at(plan)
-    costs, sizes = request.costs(rows), request.sizes(rows)
+    request = request.at(plan)
+    costs, sizes = request.costs(plan.microbatch_rows), request.sizes(plan.microbatch_rows)
     schedule = build_schedule(plan, sizes)
     period = simulate(schedule, costs.operation_seconds, costs.contention).period_seconds
     peak = used_bytes(schedule, costs.working_bytes)
@@ -377,11 +377,11 @@ def _coarser_one_is_better(settings: Plan, candidates: Sequence[_Candidate]) -> 
     """Whether fewer microbatches, or longer chunks, fit, and their bound already rises with their number."""
     finite = [c for c in candidates if math.isfinite(c.bound_seconds)]
     lowest = min((c.bound_seconds for c in finite), default=math.inf)
-    rising = [_pieces(c.settings) for c in finite if c.bound_seconds > _TOO_FINE * lowest]
-    return any(pieces < _pieces(settings) for pieces in rising)
+    rising = [_fineness(c.settings) for c in finite if c.bound_seconds > _TOO_FINE * lowest]
+    return any(fineness < _fineness(settings) for fineness in rising)
 
 
-def _pieces(settings: Plan) -> int:
+def _fineness(settings: Plan) -> int:
     """Parts of the batch that a layer computes one after another."""
     chunks = 1 if settings.token_chunk is None else -(-settings.sequence_length // settings.token_chunk)
     return settings.microbatches * chunks
@@ -391,8 +391,8 @@ def _deeper_one_fits(settings: Plan, candidates: Sequence[_Candidate]) -> bool:
     """Whether the same setting with more slabs ahead has already been found feasible."""
     return any(
         math.isfinite(candidate.bound_seconds)
-        and (candidate.settings.interlayer_home, _pieces(candidate.settings))
-        == (settings.interlayer_home, _pieces(settings))
+        and (candidate.settings.interlayer_home, _fineness(candidate.settings))
+        == (settings.interlayer_home, _fineness(settings))
         and candidate.settings.prefetch >= settings.prefetch
         for candidate in candidates
     )

@@ -106,7 +106,7 @@ def check_batch(plan: Plan, request: Request, name: str) -> None:
     Raises:
         PlanError: naming the plan, `name`, and the key that differs.
     """
-    for key in ("rows", "sequence_length"):
+    for key in ("batch_rows", "sequence_length"):
         if getattr(plan, key) != getattr(request, key):
             raise PlanError(
                 f"{name}: {key} is {getattr(plan, key)}, but {getattr(request, key)} is asked for"
@@ -116,7 +116,7 @@ def check_batch(plan: Plan, request: Request, name: str) -> None:
 def infeasible_message(request: Request, found: SearchResult, offers: Mapping[str, Request]) -> str:
     """Which sum fails, by how much, and what would help: one line."""
     if not found.shortfall_bytes:
-        return f"no plan was found for {request.rows} rows, though some may fit; give it more time"
+        return f"no plan was found for {request.batch_rows} rows, though some may fit; give it more time"
     return refusal(request, found.shortfall_bytes, offers)
 
 
@@ -124,7 +124,7 @@ def refusal(request: Request, shortfall: Mapping[Tier, int], offers: Mapping[str
     """The same for a shortfall that is known: bytes missing per tier."""
     missing = " and ".join(_sum_that_fails(request, tier, size) for tier, size in shortfall.items())
     helpful = nearest_changes(request, shortfall, offers)
-    return f"no plan fits {request.rows} rows: {missing}; it fits with {', or '.join(helpful)}"
+    return f"no plan fits {request.batch_rows} rows: {missing}; it fits with {', or '.join(helpful)}"
 
 
 def _sum_that_fails(request: Request, tier: Tier, shortfall_bytes: int) -> str:
@@ -152,11 +152,11 @@ def _sum_that_fails(request: Request, tier: Tier, shortfall_bytes: int) -> str:
 
 def verify_for(request: Request, plan: Plan) -> Verification:
     """`verify` with what the request knows."""
-    rows, request = plan.microbatch_rows, request.at(plan)
-    costs = request.costs(rows)
+    request = request.at(plan)
+    costs = request.costs(plan.microbatch_rows)
     return verify(
         plan,
-        request.sizes(rows),
+        request.sizes(plan.microbatch_rows),
         costs.operation_seconds,
         capacity=request.capacity,
         static_host_bytes=request.static_host_bytes,
@@ -168,7 +168,7 @@ def verify_for(request: Request, plan: Plan) -> Verification:
 def baseline_plans(request: Request) -> dict[str, Plan]:
     """Every baseline for the request's batch, whole batch at once."""
     names = residual_names(request)
-    batch: dict[str, Any] = {"rows": request.rows, "sequence_length": request.sequence_length}
+    batch: dict[str, Any] = {"batch_rows": request.batch_rows, "sequence_length": request.sequence_length}
     batch |= request.made_for
     plans = {name: baseline(request.spec, names, **batch) for name, baseline in BASELINES.items()}
     if not request.capacity[Tier.NVME]:
