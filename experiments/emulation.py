@@ -36,6 +36,7 @@ from lazyjax.execution.interfaces import (
     ForwardKernel,
     LogitsKernel,
     LossKernel,
+    ScatterKernel,
 )
 from lazyjax.execution.kernels import DeviceBatch, GradientSlab
 from lazyjax.execution.pending import Arrays, Pending, Task
@@ -45,7 +46,8 @@ from lazyjax.optim.base import HostState, StateDescription
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.planning.costs.seconds import Costs
 from lazyjax.planning.plan.document import Plan
-from lazyjax.planning.program.schedule import Action, ModelSizes, Operation, build_schedule
+from lazyjax.planning.program.contention import BEARING, contended_seconds
+from lazyjax.planning.program.schedule import Action, ModelSizes, Operation, Schedule, build_schedule
 from lazyjax.specs import Part, SlabLayout, slab_layout
 from lazyjax.storage.host import HostStore, LayerOnDrive, LayerSlabs
 from lazyjax.timeline import Resource
@@ -139,11 +141,19 @@ class EmulatedArray:
 
 
 class EmulatedKernels:
-    """Kernels that take the seconds which `Costs` says; operands and results are `EmulatedArray`s."""
+    """Kernels that take the seconds which `Costs` says; operands and results are `EmulatedArray`s.
 
-    def __init__(self, template: ModelTemplate, device: Device, costs: Costs) -> None:
-        self.template, self.devices = template, 1
-        self._device, self._costs = device, costs
+    Of several devices one is emulated: all do the same at the same time, and arrays are what it has of them.
+
+    Args:
+        lost_seconds: that every kernel loses to what runs beside it.
+    """
+
+    def __init__(
+        self, template: ModelTemplate, device: Device, costs: Costs, lost_seconds: float = 0.0
+    ) -> None:
+        self.template, self.devices = template, costs.sizes.devices
+        self._device, self._costs, self._lost_seconds = device, costs, lost_seconds
         self._layer_of = {template.kind(index).name: index for index in range(len(template.spec.layers))}
 
     def _array(self, nbytes: int, there: float) -> EmulatedArray:
@@ -156,14 +166,47 @@ class EmulatedKernels:
             index=0, action=action, resource=Resource.COMPUTE, layer=layer, microbatch=0, window=0, **facts
         )
         there = [array.there for array in operands if isinstance(array, EmulatedArray)]
-        seconds = self._costs.operation_seconds(operation)
+        seconds = self._costs.operation_seconds(operation) + self._lost_seconds
         return self._device.serve(Resource.COMPUTE, seconds, there)
 
     def _gradient(self, kind: LayerKind, last: bool, end: float) -> Any:
         sizes = self._costs.sizes.layers[self._layer_of[kind.name]]
         if last:
             return GradientSlab(self._array(sizes.gradient_bytes, end), self._array(4, end))  # type: ignore[arg-type]
-        return self._array(sizes.accumulator_bytes, end)
+        # Over several devices that of a device's own rows, of the whole layer.
+        return self._array(sizes.accumulator_bytes * self.devices, end)
+
+    def _exchange(self, action: Action, whole_bytes: int, operands: Sequence[float]) -> float:
+        """Queues a collective; returns when it ends."""
+        operation = Operation(0, action, Resource.INTERCONNECT, 0, None, 0, bytes=whole_bytes)
+        seconds = self._costs.operation_seconds(operation)
+        return self._device.serve(Resource.INTERCONNECT, seconds, operands)
+
+    def gather(self) -> Callable[[Any], tuple[Any, Any]]:
+        """See `Kernels.gather`; what it fills was allocated when it was issued."""
+
+        def run(slab: Any) -> tuple[Any, Any]:
+            whole_bytes = slab.nbytes * self.devices
+            end = self._exchange(Action.GATHER, whole_bytes, (slab.there, self._device.kernels_end()))
+            return self._array(whole_bytes, end), self._array(0, end)
+
+        return run
+
+    def scatter(self, accumulates: bool, last: bool) -> ScatterKernel:
+        """See `Kernels.scatter`."""
+        layer = self._costs.sizes.layers[0]
+        gradient_share = layer.gradient_bytes / layer.accumulator_bytes
+
+        def run(accumulator: Any, partial: Any) -> tuple[Any, Any]:
+            there = (partial.there, *([accumulator.there] if accumulates else []))
+            end = self._exchange(Action.REDUCE_SCATTER, partial.nbytes, there)
+            kept_bytes = partial.nbytes // self.devices
+            if not last:
+                return self._array(kept_bytes, end), self._array(0, end)
+            gradient = self._array(int(kept_bytes * gradient_share), end)
+            return GradientSlab(gradient, self._array(4, end)), self._array(0, end)  # type: ignore[arg-type]
+
+        return run
 
     @property
     def _hidden_bytes(self) -> int:
@@ -246,8 +289,7 @@ class EmulatedCopies:
     def __init__(self, device: Device, costs: Costs) -> None:
         profile = costs.profile
         self._device, self._sizes = device, costs.sizes
-        self._h2d = profile.h2d_bytes_per_second * profile.duplex_factor
-        self._d2h = profile.d2h_bytes_per_second * profile.duplex_factor
+        self._h2d, self._d2h = profile.h2d_rate(), profile.d2h_rate()
 
     def _to_device(self, nbytes: int, there: float) -> EmulatedArray:
         operands = (there, self._device.kernels_end())
@@ -326,7 +368,7 @@ class _DriveTransfer(NamedTuple):
 
 
 class EmulatedDrive:
-    """A drive that keeps nothing, one queue per direction."""
+    """A drive that keeps nothing, one queue per direction; all devices of a host write and read as much."""
 
     def __init__(self, device: Device, costs: Costs) -> None:
         self._device, self._profile = device, costs.profile
@@ -335,13 +377,15 @@ class EmulatedDrive:
         """Takes its time."""
         rate = self._profile.nvme_write_bytes_per_second
         assert rate is not None
-        return _DriveTransfer(self._device, self._device.serve(Resource.NVME_WRITE, source.nbytes / rate))
+        seconds = source.nbytes * self._profile.devices_per_host / rate
+        return _DriveTransfer(self._device, self._device.serve(Resource.NVME_WRITE, seconds))
 
     def read(self, key: str, target: np.ndarray) -> _DriveTransfer:
         """Takes its time."""
         rate = self._profile.nvme_read_bytes_per_second
         assert rate is not None
-        return _DriveTransfer(self._device, self._device.serve(Resource.NVME_READ, target.nbytes / rate))
+        seconds = target.nbytes * self._profile.devices_per_host / rate
+        return _DriveTransfer(self._device, self._device.serve(Resource.NVME_READ, seconds))
 
     def delete(self, key: str) -> None:
         """Has nothing to do."""
@@ -351,17 +395,23 @@ class EmulatedDrive:
 
 
 class EmulatedOptimizer:
-    """Updates that take the seconds which `Costs` says; a layer is known by its number of parameters."""
+    """Updates that take the seconds which `Costs` says; a layer is known by its number of parameters.
+
+    Args:
+        lost_seconds: that every update loses to what runs beside it.
+    """
 
     name = "hybrid8bit"
     master_bytes = 4
     state_version = "emulated"
 
-    def __init__(self, device: Device, costs: Costs) -> None:
+    def __init__(self, device: Device, costs: Costs, lost_seconds: float = 0.0) -> None:
         self._device = device
         layers = costs.sizes.layers
         lengths = [layer.accumulator_bytes // 4 for layer in layers]
-        self._seconds = {length: costs.update_seconds(index) for index, length in enumerate(lengths)}
+        self._seconds = {
+            length: costs.update_seconds(index) + lost_seconds for index, length in enumerate(lengths)
+        }
         self._state_bytes = dict(zip(lengths, (layer.state_bytes for layer in layers), strict=True))
 
     def describe_state(self, layout: SlabLayout) -> StateDescription:
@@ -456,9 +506,12 @@ def weightless(nbytes: int) -> np.ndarray:
     return np.broadcast_to(np.zeros(1, np.uint8), (nbytes,))
 
 
-def weightless_store(template: ModelTemplate) -> HostStore:
-    """Slabs of the right lengths that take no memory."""
-    layouts = [slab_layout(layer.parameters) for layer in template.spec.layers]
+def weightless_store(template: ModelTemplate, devices: int = 1) -> HostStore:
+    """Slabs of the lengths that one device has of them, which take no memory."""
+    layouts = [
+        dataclasses.replace(layout, length=layout.length // devices)
+        for layout in (slab_layout(layer.parameters, devices=devices) for layer in template.spec.layers)
+    ]
 
     def make(part: Part, layer: int) -> np.ndarray:
         del part  # each has two bytes for every parameter
@@ -473,16 +526,17 @@ def emulated_executor(
 ) -> Iterator[tuple[Executor, Device]]:
     """The executor on an emulated machine with the rates of `costs`, whose microbatches are the plan's."""
     device = Device(clock)
-    store = weightless_store(template)
     sizes: ModelSizes = costs.sizes
+    store = weightless_store(template, sizes.devices)
     schedule = build_schedule(plan, sizes)
+    lost = _lost_seconds(schedule, costs)
     executor = Executor(
-        EmulatedKernels(template, device, costs),
+        EmulatedKernels(template, device, costs, lost[Resource.COMPUTE]),
         EmulatedCopies(device, costs),
         lambda plan, sequence_length: schedule,
         plan,
         store,
-        HostUpdates(store, EmulatedOptimizer(device, costs)),
+        HostUpdates(store, EmulatedOptimizer(device, costs, lost[Resource.CPU])),
         clip=ClipRule(),
         open_drive=lambda: EmulatedDrive(device, costs),
         queues=EmulatedQueues(device),
@@ -492,6 +546,20 @@ def emulated_executor(
         yield executor, device
     finally:
         executor.close()
+
+
+def _lost_seconds(schedule: Schedule, costs: Costs) -> dict[Resource, float]:
+    """What operations lose to others, by resource and in equal parts.
+
+    Also recomputation has its part, which kernels cannot tell from a forward pass.
+    """
+    contended = contended_seconds(schedule.operations, costs.operation_seconds, costs.contention)
+    lost, count = dict.fromkeys(BEARING, 0.0), dict.fromkeys(BEARING, 0)
+    for operation, seconds in zip(schedule.operations, contended, strict=True):
+        if operation.resource in BEARING:
+            lost[operation.resource] += seconds - costs.operation_seconds(operation)
+            count[operation.resource] += 1
+    return {resource: seconds / count[resource] for resource, seconds in lost.items()}
 
 
 def blank_batch(plan: Plan) -> Batch:

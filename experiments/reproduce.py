@@ -1,7 +1,7 @@
 """The paper's tables beside simulations on the same machine.
 
 Commands:  python -m experiments.reproduce NAME [--measure] [--out FOLDER], where NAME is fit, table1,
-table3, table4, table5, table6, figure4, timeline, sensitivity or peers.
+table3, table4, table5, table6, figure4, timeline, sensitivity, peers or scaling.
 Every cell says whether it is `paper`, `simulated` or `measured`. Measured ones come from sweeps of this
 machine (`experiments.measured`): those in --sweeps, which --measure runs first. A machine has one set of
 constants, that of its profile (`fit` says where they come from); `lazyjax plan` gives the same figures for
@@ -25,6 +25,7 @@ from experiments.fit import fit_table
 from experiments.measured import add_measured, records_of, sweep_name
 from experiments.ours import planned, replayed, request_for
 from experiments.peers import peers
+from experiments.scaling import scaling
 from experiments.sensitivity import sensitivity
 from experiments.sheet import Sheet, paper, simulated_cell
 from experiments.systems import LAZYTRAIN, MEGATRAIN, Outcome, simulated, template_of
@@ -357,6 +358,7 @@ TABLES: Mapping[str, Callable[[pathlib.Path], Sheet]] = {
     "fit": fit_table,
     "sensitivity": sensitivity,
     "peers": peers,
+    "scaling": scaling,
     "table1": table1,
     "table3": table3,
     "table5": table5,

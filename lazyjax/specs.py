@@ -64,6 +64,7 @@ class Resource(enum.StrEnum):
     CPU = "cpu"
     NVME_READ = "nvme_read"
     NVME_WRITE = "nvme_write"
+    INTERCONNECT = "interconnect"
 
 
 class Part(enum.StrEnum):

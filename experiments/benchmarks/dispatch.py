@@ -71,6 +71,14 @@ class IdleKernels:
         """See `Kernels.unpack`."""
         return self._idle(self._kernels.unpack(kind))
 
+    def gather(self) -> Callable[..., Any]:
+        """Not needed."""
+        raise NotImplementedError("there is one device")
+
+    def scatter(self, accumulates: bool, last: bool) -> Callable[..., Any]:
+        """Not needed."""
+        raise NotImplementedError("there is one device")
+
     @functools.cache  # noqa: B019
     def forward(self, kind: LayerKind, saved: tuple[str, ...]) -> Callable[..., Any]:
         """See `Kernels.forward`."""

@@ -5,6 +5,7 @@ and, scaled, with real time. Beside each other: the simulated period, both emula
 resource was busy, and whether operations ended in the order of the schedule and after what they wait for.
 
     python -m experiments.benchmarks.emulated_device [--profile h800-paper] [--scale 0.05] [--save]
+    python -m experiments.benchmarks.emulated_device --profile h100-sxm --devices 4 [--hosts 2]
 
 Nothing here is measured on a device: rates are those of the profiles, times the emulated machine's.
 """
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 from experiments.benchmarks.provenance import provenance
 from experiments.emulation import Clock, ThreadClock, WallClock, blank_batch, emulated_executor
-from lazyjax.hardware.profile import load_profile
+from lazyjax.hardware.profile import HardwareProfile, load_profile
 from lazyjax.models.registry import architecture, build_template
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import make_host_optimizer
@@ -35,8 +36,8 @@ from lazyjax.timeline import Resource, Timeline
 RESULTS = pathlib.Path(__file__).parent / "results"
 SOURCES = ("lazyjax/execution", "lazyjax/planning", "experiments/emulation.py")
 LENGTH = 1024
-#: Rows and microbatches by machine.
-MACHINES = {"h800-paper": (72, 1), "rtx3090": (32, 8)}
+#: Rows of each device and microbatches by machine.
+MACHINES = {"h800-paper": (72, 1), "rtx3090": (32, 8), "h100-sxm": (72, 1)}
 #: Steps before the steady state, and steps that are timed; a pattern may span several steps.
 WARM_UP, TIMED = 4, 4
 #: The difference that is allowed between the executor's wall time and the simulated period.
@@ -47,7 +48,7 @@ class Case(NamedTuple):
     """A plan on a machine; `name` says whose rules it follows."""
 
     name: str
-    profile: str
+    profile: HardwareProfile
     plan: Plan
 
 
@@ -83,13 +84,14 @@ def on_nvme(template: ModelTemplate, rows: int, microbatches: int) -> Plan:
     )  # fmt: skip
 
 
-def cases(template: ModelTemplate, profiles: Sequence[str], chosen: Sequence[str]) -> list[Case]:
+def cases(template: ModelTemplate, profiles: Sequence[HardwareProfile], chosen: Sequence[str]) -> list[Case]:
     """The plans that are asked for."""
     found = []
     for profile in profiles:
-        rows, microbatches = MACHINES[profile]
+        rows, microbatches = MACHINES[profile.name]
+        rows *= profile.devices
         if "LazyJAX" in chosen:
-            request = build_request(template, load_profile(profile), batch_rows=rows, sequence_length=LENGTH)
+            request = build_request(template, profile, batch_rows=rows, sequence_length=LENGTH)
             plan = find_plan(request, time_limit_seconds=60).plan
             assert plan is not None
             found.append(Case("LazyJAX", profile, plan))
@@ -110,7 +112,7 @@ def costs_of(template: ModelTemplate, case: Case) -> Costs:
     """The profile's costs for the plan's microbatches."""
     return template_costs(
         template,
-        load_profile(case.profile),
+        case.profile,
         microbatch_rows=case.plan.microbatch_rows,
         sequence_length=case.plan.sequence_length,
         optimizer=make_host_optimizer("hybrid8bit", threads=1, path="pure"),
@@ -119,7 +121,7 @@ def costs_of(template: ModelTemplate, case: Case) -> Costs:
 
 def simulated(plan: Plan, costs: Costs) -> Simulation:
     """The simulator's answer for the same schedule and costs."""
-    return simulate(build_schedule(plan, costs.sizes), costs.operation_seconds)
+    return simulate(build_schedule(plan, costs.sizes), costs.operation_seconds, costs.contention)
 
 
 def emulate(template: ModelTemplate, plan: Plan, costs: Costs, clock: Clock) -> Emulated:
@@ -182,9 +184,8 @@ def row(template: ModelTemplate, case: Case, scale: float) -> str:
     in_real_time = "-" if wall is None else f"{wall.period_seconds:.2f} ({differences[1]:+.2%})"
     order = "right" if not own_time.out_of_order else own_time.out_of_order[0]
     return (
-        f"| {case.name}, {case.profile}, {case.plan.batch_rows} rows in {case.plan.microbatches} "
-        f"| {period:.2f} "
-        f"| {own_time.period_seconds:.2f} ({differences[0]:+.2%}) | {in_real_time} "
+        f"| {case.name}, {case.profile.name}, {case.plan.batch_rows} rows in {case.plan.microbatches} "
+        f"| {period:.2f} | {own_time.period_seconds:.2f} ({differences[0]:+.2%}) | {in_real_time} "
         f"| {'yes' if max(map(abs, differences)) <= ALLOWED else 'no'} | {order} | {busy:.3f} s | {links} |"
     )
 
@@ -196,18 +197,25 @@ def main() -> None:
         "--scale", type=float, default=0.05, help="real seconds to an emulated one; 0: no real time"
     )
     parser.add_argument("--profile", choices=tuple(MACHINES), default="h800-paper")
+    parser.add_argument("--devices", type=int, default=1, help="in all; each takes the rows of the machine")
+    parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--case", action="append", choices=("LazyJAX", "LazyTrain", "MegaTrain", "NVMe"))
     parser.add_argument("--save", action="store_true", help="write results/emulated_device_PROFILE.md")
     options = parser.parse_args()
+    asked = "--devices and --hosts"
+    profile = load_profile(options.profile).spread(options.devices, options.hosts, source=asked)
+    machine = options.profile + (f", {options.devices} devices" if options.devices > 1 else "")
+    machine += f" in {options.hosts} hosts" if options.hosts > 1 else ""
     template = build_template(architecture("Qwen3.6-27B"))
     lines = [
-        f"# The executor on an emulated device, Qwen3.6-27B, {options.profile}",
+        f"# The executor on an emulated device, Qwen3.6-27B, {machine}",
         "",
         provenance(*SOURCES).replace("Measured", "Emulated", 1),
         "",
         "Nothing is computed or moved: kernels, links, drives and updates take the time that the profile\n"
         "gives them; walk, host threads and waits are the executor's own. Seconds a step: simulated;\n"
         f"emulated with each thread's own time; emulated in real time, {options.scale:g} s to a second.\n"
+        "Of several devices one is emulated: all do the same at the same time.\n"
         "Busy: the largest difference of any resource's seconds from the simulated ones; links in parts of\n"
         "the period.",
         "",
@@ -216,11 +224,12 @@ def main() -> None:
     ]
     print("\n".join(lines), flush=True)
     chosen = options.case or ("LazyJAX", "LazyTrain", "MegaTrain", "NVMe")
-    for case in cases(template, [options.profile], chosen):
+    for case in cases(template, [profile], chosen):
         lines.append(row(template, case, options.scale))
         print(lines[-1], flush=True)
     if options.save:
-        (RESULTS / f"emulated_device_{options.profile}.md").write_text("\n".join(lines) + "\n")
+        suffix = f"_{options.devices}x{options.hosts}" if options.devices > 1 else ""
+        (RESULTS / f"emulated_device_{options.profile}{suffix}.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

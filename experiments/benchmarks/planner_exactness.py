@@ -44,8 +44,11 @@ class RandomSeconds:
         self.rate: dict[Resource, float] = {
             resource: 10 ** rng.uniform(-0.5, 0.7)
             for resource in Resource
-            if resource not in (Resource.COMPUTE, Resource.CPU)
+            if resource not in (Resource.COMPUTE, Resource.CPU, Resource.INTERCONNECT)
         }
+        # Drawn apart, so that the other figures stay what they were.
+        apart = np.random.default_rng([int(1e6 * rate) for rate in self.rate.values()])
+        self.rate[Resource.INTERCONNECT] = 10 ** apart.uniform(-0.2, 1.0)
         count = len(residual_names)
         self.forward = rng.uniform(0.2, 2.0, count)
         self.update = rng.uniform(0.05, 1.5, count) * rng.choice([0.2, 1.0, 3.0])
@@ -123,7 +126,8 @@ def draw_roomy(rng: np.random.Generator, most_blocks: int, fewest_blocks: int = 
                 half_bytes=parameters // (2 if both_halves else 1),
             )
         )
-    sizes = ModelSizes(tuple(layers), 3, tied, both_halves)
+    devices = int(np.random.default_rng(ends * 977 + hidden).choice([1, 1, 2, 3]))
+    sizes = ModelSizes(tuple(layers), 3, tied, both_halves, devices)
     names = [tuple(layer.residual_bytes) for layer in layers]
     nvme = bool(rng.random() < 0.4)
     nvme_states = bool(rng.random() < 0.3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Sequence
@@ -47,10 +46,7 @@ def checked_schedules(kernels: Kernels, optimizer: HostOptimizer) -> Schedules:
             devices=devices,
         )
         sizes = with_state_bytes(sizes, template.spec, optimizer, devices=devices)
-        layers = tuple(
-            dataclasses.replace(layer, state_bytes=layer.state_bytes // devices) for layer in sizes.layers
-        )
-        schedule = build_schedule(plan, dataclasses.replace(sizes, layers=layers))
+        schedule = build_schedule(plan, sizes)
         check_order(schedule)
         check_buffers(schedule)
         check_data_flow(schedule)

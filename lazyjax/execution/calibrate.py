@@ -73,7 +73,8 @@ def calibrate(
         kernel, arguments = calls.of(key)
         seconds[key] = _median_seconds(kernel, arguments, repeats)
         if not key.accumulates:
-            share = microbatches if key.phase is Action.FORWARD else 1
+            # Over several devices no backward pass accumulates: the time is shared by all of them.
+            share = microbatches if key.phase is Action.FORWARD or kernels.devices > 1 else 1
             seconds[key] += calls.unpack_seconds(key, repeats) / share
         if working_sets:
             analysis = kernel.lower(*arguments()).compile().memory_analysis()
@@ -151,6 +152,8 @@ class _Calls:
         if layer == 0:
             return 0.0
         slab = self._slab(layer)
+        if self.kernels.devices > 1:
+            slab, _ = self.kernels.gather()(slab)
         return _median_seconds(
             self.kernels.unpack(self.kernels.template.kind(layer)), lambda: (slab,), repeats
         )

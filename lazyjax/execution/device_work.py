@@ -60,7 +60,8 @@ class DeviceWork:
         fetched = owned.on_nvme(layer).intersection(self._schedule.sizes.fetched)
         slab = self._copies.slab_to_device(self._store.slabs(layer), lasting=not fetched)
         self._buffers.device[Buffer(BufferRole.PARAMETERS, layer)] = slab
-        self._packed.add(layer)
+        if not self._schedule.sizes.shared:
+            self._packed.add(layer)
         if not fetched:
             return Arrays(slab)
         # The copies are used again once they are on the device. What waits for that must not hold the slab.
@@ -117,6 +118,30 @@ class DeviceWork:
 
         return self._queues.run(Resource.D2H, copy, [Arrays(delivered), *after], _untimed)
 
+    # Between devices
+
+    def gather(self, operation: Operation) -> Pending:
+        """Parameters of which every device has its part, whole on each."""
+        device, token = self._buffers.device, None
+        for place, _ in operation.allocates:
+            part = place.buffer._replace(role=BufferRole.PARAMETERS)
+            device[place.buffer], token = self._kernels.gather()(device[part])
+            self._packed.add(place.buffer.layer)
+        return Arrays(token)
+
+    def reduce_scatter(self, operation: Operation) -> Pending:
+        """A microbatch's gradients, summed over the devices; of a tied table those of the head as well."""
+        device, tokens = self._buffers.device, []
+        for partial in operation.reads:
+            last = operation.last and partial.layer == operation.layer
+            accumulator = Buffer(BufferRole.ACCUMULATOR, partial.layer)
+            scatter = self._kernels.scatter(operation.accumulates, last)
+            previous = device[accumulator] if operation.accumulates else None
+            result, token = scatter(previous, device[partial])
+            self._keep(partial.layer, result, last=last)
+            tokens.append(token)
+        return Arrays(tokens)
+
     # Kernels
 
     def forward(self, operation: Operation) -> Pending:
@@ -151,7 +176,9 @@ class DeviceWork:
         )
         self.losses.append(loss)
         device[Buffer(BufferRole.INPUT_GRADIENT, layer, microbatch)] = x_gradient
-        if tied:
+        if tied and self._schedule.sizes.shared:
+            device[Buffer(BufferRole.PARTIAL, 0, microbatch)] = table_result
+        elif tied:
             device[table] = table_result
         self._store_gradient(operation, result)
         return Arrays(token)
@@ -184,7 +211,7 @@ class DeviceWork:
 
     def _parameters(self, layer: int) -> Any:
         """What kernels take; a slab is unpacked for the first that needs it, in the queue of the kernels."""
-        buffer = Buffer(BufferRole.PARAMETERS, layer)
+        buffer = Buffer(self._schedule.sizes.kernel_parameters, layer)
         if layer in self._packed:
             unpack = self._kernels.unpack(self._template.kind(layer))
             self._buffers.device[buffer] = unpack(self._buffers.device[buffer])
@@ -205,10 +232,17 @@ class DeviceWork:
         return self._buffers.device[Buffer(BufferRole.INPUT, layer, microbatch)]
 
     def _store_gradient(self, operation: Operation, result: Any) -> None:
-        accumulator = Buffer(BufferRole.ACCUMULATOR, operation.layer)
-        if not operation.last:
-            self._buffers.device[accumulator] = result
+        if self._schedule.sizes.shared:
+            assert operation.microbatch is not None
+            partial = Buffer(BufferRole.PARTIAL, operation.layer, operation.microbatch)
+            self._buffers.device[partial] = result
+            return
+        self._keep(operation.layer, result, last=operation.last)
+
+    def _keep(self, layer: int, result: Any, *, last: bool) -> None:
+        if not last:
+            self._buffers.device[Buffer(BufferRole.ACCUMULATOR, layer)] = result
             return
         assert isinstance(result, GradientSlab)
-        self._buffers.device[Buffer(BufferRole.GRADIENT, operation.layer)] = result.gradient_N
-        self.squared_norms[operation.layer] = result.squared_norm
+        self._buffers.device[Buffer(BufferRole.GRADIENT, layer)] = result.gradient_N
+        self.squared_norms[layer] = result.squared_norm

@@ -2,8 +2,8 @@
 
 On one device every tensor has a float32 accumulator of its own. Adding to it happens in place, because
 kernels donate accumulators, and costs one pass over it; the slab is formed on a layer's last microbatch.
-Over several devices an accumulator is one flat slab of which every device holds a part, so that the sum over
-devices is a reduce-scatter.
+Over several devices kernels leave the flat slab of the gradient of a device's own rows. A program of its own
+sums it over the devices, of which each keeps its part and adds it to its part of a flat accumulator.
 
 Pure functions for the kernels of `lazyjax.execution.kernels`.
 
@@ -83,19 +83,20 @@ class Gathering(NamedTuple):
     ) -> Accumulator:
         """The accumulator with `gradients` added; a new one if there was none.
 
+        Over several devices, where this is about a device's own rows, there is none.
+
         Args:
             included: position of a tensor whose gradient contains the accumulator's already.
         """
-        if self.whole:
-            return tuple(
-                gradient.astype(jnp.float32)
-                if accumulator is None or position == included
-                else accumulator[position] + gradient.astype(jnp.float32)
-                for position, gradient in enumerate(gradients)
-            )
-        flat_N = _joined(self.layout(kind), [gradient.astype(jnp.float32) for gradient in gradients])
-        total_N = flat_N if accumulator is None else accumulator[0] + flat_N
-        return (jax.lax.with_sharding_constraint(total_N, self.sharded),)
+        if not self.whole:
+            assert accumulator is None
+            return (_joined(self.layout(kind), [gradient.astype(jnp.float32) for gradient in gradients]),)
+        return tuple(
+            gradient.astype(jnp.float32)
+            if accumulator is None or position == included
+            else accumulator[position] + gradient.astype(jnp.float32)
+            for position, gradient in enumerate(gradients)
+        )
 
     def deliver(
         self,
@@ -113,9 +114,14 @@ class Gathering(NamedTuple):
             spends: whether the accumulator is written to, see `GradientSlab.spent`.
         """
         totals = self.add(kind, gradients, accumulator, included=included)
-        slab_N = self._slab(kind, totals) if self.whole else totals[0].astype(self.gradient_dtype)
-        finished = self._finished(slab_N)
+        finished = self.finished(self._slab(kind, totals))
         return finished._replace(spent=totals) if spends else finished
+
+    def finished(self, total_N: Array) -> GradientSlab:
+        """The slab of a flat gradient."""
+        delivered_N = total_N.astype(self.gradient_dtype)
+        delivered_N = jax.lax.with_sharding_constraint(delivered_N, self.sharded)
+        return GradientSlab(delivered_N, jnp.sum(jnp.square(delivered_N.astype(jnp.float32))))
 
     def add_rows(
         self, kind: LayerKind, accumulator: Accumulator | None, tokens_BT: Array, gradient_BTD: Array
@@ -132,8 +138,6 @@ class Gathering(NamedTuple):
         self, kind: LayerKind, accumulator: Accumulator | None, tokens_BT: Array, gradient_BTD: Array
     ) -> GradientSlab:
         """As `deliver`, for such a table: a float32 table exists only if the accumulator does."""
-        if not self.whole:
-            return self.deliver(kind, [_table_gradient(kind, tokens_BT, gradient_BTD)], accumulator)
         (table,) = kind.parameters
         rows_U, sums_UD = sums_by_token(tokens_BT, gradient_BTD, table.shape[0])
         if accumulator is None:
@@ -145,13 +149,9 @@ class Gathering(NamedTuple):
         delivered_VD = before_VD.at[rows_U].set(rounded_UD, mode="drop", unique_indices=True)
         slab_N = self._slab(kind, [delivered_VD])
         if accumulator is not None:
-            return self._finished(slab_N)
+            return self.finished(slab_N)
         # All other rows are zero, and so are those sums that belong to no row.
         return GradientSlab(slab_N, jnp.sum(jnp.square(rounded_UD.astype(jnp.float32))))
-
-    def _finished(self, slab_N: Array) -> GradientSlab:
-        delivered_N = jax.lax.with_sharding_constraint(slab_N, self.sharded)
-        return GradientSlab(delivered_N, jnp.sum(jnp.square(delivered_N.astype(jnp.float32))))
 
     def _slab(self, kind: LayerKind, totals: Sequence[Array]) -> Float[Array, " N"]:
         return _joined(self.layout(kind), [total.astype(self.gradient_dtype) for total in totals])

@@ -54,6 +54,15 @@ class EmbedBackwardKernel(Protocol):
 
 
 @runtime_checkable
+class ScatterKernel(Protocol):
+    """Sums the gradients that devices have of their own rows."""
+
+    def __call__(self, accumulator: Any, partial: Any, /) -> tuple[Any, Any]:
+        """A `GradientSlab` or the accumulator, of which each device has a part, and a token."""
+        ...
+
+
+@runtime_checkable
 class LossKernel(Protocol):
     """Head and loss of one microbatch, forward and backward."""
 
@@ -107,6 +116,14 @@ class LayerKernels(Protocol):
 
     def unpack(self, kind: LayerKind) -> Callable[[Any], Any]:
         """From a slab on the device to what the other functions take as a layer's parameters."""
+        ...
+
+    def gather(self) -> Callable[[Any], tuple[Any, Any]]:
+        """From a slab of which every device has a part to the whole one on each, and a token."""
+        ...
+
+    def scatter(self, accumulates: bool, last: bool) -> ScatterKernel:
+        """Sums a microbatch's gradient over the devices."""
         ...
 
     def forward(self, kind: LayerKind, saved: tuple[str, ...]) -> ForwardKernel:

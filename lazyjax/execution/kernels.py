@@ -3,9 +3,13 @@
 A layer crosses the link as one flat slab, and its gradient leaves as one. On one device there are no slabs in
 between: `unpack` cuts a fetched slab into its tensors once, however many microbatches use them, and gradients
 are added up tensor by tensor (`lazyjax.execution.gradients`). So a microbatch passes over the parameters and
-over the accumulators once, and over nothing else of their size. Over several devices slabs and batches are
-sharded over the mesh axis `data`; every kernel gathers the slab and leaves the gradient sharded, which GSPMD
-turns into an all-gather and a reduce-scatter. Layers of one kind share kernels.
+over the accumulators once, and over nothing else of their size. Layers of one kind share kernels.
+
+Over several devices slabs and batches are sharded over the mesh axis `data`. Programs of their own exchange
+what devices have: `gather` makes a sharded slab whole on every device (an all-gather), `scatter` sums the
+gradients that devices have of their own rows, of which each keeps its part (a reduce-scatter). Kernels
+between the two run on every device for itself, on its rows and whole parameters (`jax.shard_map`), and
+exchange nothing but the loss.
 
 Besides its results every kernel returns a `Token`, a scalar that becomes ready with them and
 can be waited for without holding on to a large array.
@@ -35,6 +39,7 @@ from lazyjax.execution.interfaces import (
     ForwardKernel,
     LogitsKernel,
     LossKernel,
+    ScatterKernel,
 )
 from lazyjax.models.cross_entropy import cross_entropy, cross_entropy_and_gradients
 from lazyjax.models.residuals import backward_from, forward_saving
@@ -46,6 +51,8 @@ __all__ = [
 ]  # fmt: skip
 
 DATA_AXIS = "data"
+#: How arguments and results of a kernel lie on the mesh: split by rows (or elements), or the same everywhere.
+_SPLIT, _WHOLE = PartitionSpec(DATA_AXIS), PartitionSpec()
 
 #: `(hi,)`, as bfloat16, for bfloat16 compute; `(hi, lo)` for float32: the halves of the split master.
 DeviceSlab = tuple[Array, ...]
@@ -134,10 +141,10 @@ class Kernels:
 
     @functools.cache  # noqa: B019 - kernels live as long as the process
     def unpack(self, kind: LayerKind) -> Callable[[DeviceSlab], Parameters]:
-        """slab -> what all other kernels take as the parameters of `kind`.
+        """slab -> what all other kernels take as the parameters of `kind`: its tensors in compute dtype.
 
-        On one device its tensors in compute dtype. A layer of one tensor, the embedding, keeps its slab, for
-        there is nothing to cut; over several devices all do, for slabs are sharded.
+        On one device a layer of one tensor, the embedding, keeps its slab, for there is nothing to cut. Over
+        several devices a slab that was not gathered before is gathered here.
         """
         if not self._cuts(kind):
             return lambda slab: slab
@@ -149,10 +156,38 @@ class Kernels:
         return cut
 
     @functools.cache  # noqa: B019
+    def gather(self) -> Callable[[DeviceSlab], tuple[DeviceSlab, Token]]:
+        """Sharded slab -> (the whole slab on every device, token)."""
+
+        @functools.partial(jax.jit, out_shardings=self.replicated)
+        def gather_slab(slab: DeviceSlab) -> tuple[DeviceSlab, Token]:
+            return slab, _token()
+
+        return gather_slab
+
+    @functools.cache  # noqa: B019
+    def scatter(self, accumulates: bool, last: bool) -> ScatterKernel:
+        """(accumulator | None, gradients of every device's own rows) -> (result, token).
+
+        The sum over devices is one of float32 numbers. `result` is as in `backward`.
+        """
+        gathering = self.gathering
+
+        def summed(own_N: Array) -> Array:
+            return jax.lax.psum_scatter(own_N, DATA_AXIS, tiled=True)
+
+        @functools.partial(jax.jit, donate_argnums=() if last else 0)
+        def reduce_scatter(accumulator: Accumulator | None, partial: Accumulator) -> tuple[Any, Token]:
+            (sum_N,) = map(self._on_each_device(summed, (_SPLIT,), _SPLIT), partial)
+            total_N = accumulator[0] + sum_N if accumulates and accumulator is not None else sum_N
+            return gathering.finished(total_N) if last else (total_N,), _token()
+
+        return reduce_scatter
+
+    @functools.cache  # noqa: B019
     def forward(self, kind: LayerKind, saved: tuple[str, ...]) -> ForwardKernel:
         """(parameters, x, context) -> (y_BTD, residuals named `saved`, token)."""
 
-        @jax.jit
         def forward_layer(
             given: Parameters, x: Array, context: Context
         ) -> tuple[Array, tuple[Array, ...], Token]:
@@ -163,7 +198,9 @@ class Kernels:
                 y_BTD, residuals = kind.apply(params, x, context), ()
             return self._split_rows(y_BTD), tuple(map(self._split_rows, residuals)), _token()
 
-        return forward_layer
+        return jax.jit(
+            self._on_each_device(forward_layer, (_WHOLE, _SPLIT, _SPLIT), (_SPLIT, _SPLIT, _WHOLE))
+        )
 
     @functools.cache  # noqa: B019
     def parameters(self, kind: LayerKind) -> Callable[[DeviceSlab], tuple[tuple[Array, ...], Token]]:
@@ -182,11 +219,11 @@ class Kernels:
         """(accumulator | None, parameters, x, context, residuals, y_gradient) -> (x_gradient, result, token).
 
         `result` is a `GradientSlab` on the last microbatch, else the fp32 accumulator, which is
-        donated from call to call (but not to the gradient, which may have another dtype).
+        donated from call to call (but not to the gradient, which may have another dtype). Over several
+        devices it is what `scatter` takes, and there is no accumulator.
         """
         gathering = self.gathering
 
-        @functools.partial(jax.jit, donate_argnums=() if last else 0)
         def backward_layer(
             accumulator: Accumulator | None,
             given: Parameters,
@@ -203,14 +240,15 @@ class Kernels:
             result = collect(kind, gradients, accumulator if accumulates else None)
             return self._split_rows(x_gradient_BTD), result, _token()
 
-        return backward_layer
+        takes = (_SPLIT, _WHOLE, _SPLIT, _SPLIT, _SPLIT, _SPLIT)
+        program = self._on_each_device(backward_layer, takes, (_SPLIT, _SPLIT, _WHOLE))
+        return jax.jit(program, donate_argnums=() if last else 0)
 
     @functools.cache  # noqa: B019
     def embed_backward(self, accumulates: bool, last: bool) -> EmbedBackwardKernel:
         """(accumulator | None, tokens_BT, x_gradient_BTD) -> (result, token); needs no parameters."""
         kind, gathering = self.template.kind(0), self.gathering
 
-        @functools.partial(jax.jit, donate_argnums=() if last else 0)
         def backward_embedding(
             accumulator: Accumulator | None, tokens_BT: Array, x_gradient_BTD: Array
         ) -> tuple[Any, Token]:
@@ -218,7 +256,8 @@ class Kernels:
             previous = accumulator if accumulates else None
             return collect(kind, previous, tokens_BT, x_gradient_BTD), _token()
 
-        return backward_embedding
+        program = self._on_each_device(backward_embedding, (_SPLIT, _SPLIT, _SPLIT), (_SPLIT, _WHOLE))
+        return jax.jit(program, donate_argnums=() if last else 0)
 
     @functools.cache  # noqa: B019
     def loss(self, accumulates: bool, last: bool) -> LossKernel:
@@ -234,7 +273,6 @@ class Kernels:
         head, gathering = self.template.kind(len(self.template.spec.layers) - 1), self.gathering
         tied = self.template.spec.tied
 
-        @functools.partial(jax.jit, donate_argnums=(0, 1))
         def head_and_loss(
             accumulator: Accumulator | None,
             table_accumulator: Accumulator | None,
@@ -269,9 +307,13 @@ class Kernels:
                 )
             collect = functools.partial(gathering.deliver, spends=accumulates) if last else gathering.add
             result = collect(head, gradients, totals, included=included)
+            if self.devices > 1:
+                loss = jax.lax.psum(loss, DATA_AXIS)
             return loss, self._split_rows(x_gradient_BTD), result, table_result, _token()
 
-        return head_and_loss
+        takes = (_SPLIT, _SPLIT, _WHOLE, _WHOLE, _SPLIT, _SPLIT, _WHOLE)
+        gives = (_WHOLE, _SPLIT, _SPLIT, _SPLIT, _WHOLE)
+        return jax.jit(self._on_each_device(head_and_loss, takes, gives), donate_argnums=(0, 1))
 
     @functools.cache  # noqa: B019
     def evaluation_loss(self) -> EvaluationKernel:
@@ -315,8 +357,16 @@ class Kernels:
         params = head_params if given_table is None else self._tensors(owner, given_table)
         return params[self.template.table.parameter_index]
 
+    def _on_each_device[**Given, Result](
+        self, function: Callable[Given, Result], takes: tuple[PartitionSpec, ...], gives: Any
+    ) -> Callable[Given, Result]:
+        """The function, run by every device for itself on what it has of each argument."""
+        if self.devices == 1:
+            return function
+        return jax.shard_map(function, mesh=self.mesh, in_specs=takes, out_specs=gives, check_vma=False)
+
     def _cuts(self, kind: LayerKind) -> bool:
-        return self.devices == 1 and len(kind.parameters) > 1
+        return self.devices > 1 or len(kind.parameters) > 1
 
     def _tensors(self, kind: LayerKind, given: Parameters) -> tuple[Array, ...]:
         """The parameters of `kind` in compute dtype, from what `unpack` gave."""
@@ -340,7 +390,8 @@ class Kernels:
         )
 
     def _split_rows(self, array: Array) -> Array:
-        return jax.lax.with_sharding_constraint(array, self.sharded)
+        # Over several devices a kernel sees its own rows only.
+        return jax.lax.with_sharding_constraint(array, self.sharded) if self.devices == 1 else array
 
 
 def _token() -> Token:

@@ -36,7 +36,7 @@ class Recorder:
         self._step = 0
         self._queues: dict[Resource, queue.SimpleQueue[Any]] = {}
         self._threads: list[threading.Thread] = []
-        for resource in (Resource.COMPUTE, Resource.H2D, Resource.D2H):
+        for resource in (Resource.COMPUTE, Resource.H2D, Resource.D2H, Resource.INTERCONNECT):
             self._queues[resource] = queue.SimpleQueue()
             thread = threading.Thread(
                 target=self._watch, args=(resource,), daemon=True, name=f"watch-{resource}"

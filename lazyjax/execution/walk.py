@@ -30,11 +30,12 @@ from lazyjax.execution.host_order import HostOrder
 from lazyjax.execution.host_work import HostWork
 from lazyjax.execution.pending import Pending, Task
 from lazyjax.execution.recorder import Recorder
+from lazyjax.planning.program.operations import shows_free
 from lazyjax.planning.program.schedule import STATE_ACTIONS, Action, Operation, Place, Schedule
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
 
-DEVICE_RESOURCES = frozenset({Resource.COMPUTE, Resource.H2D, Resource.D2H})
+DEVICE_RESOURCES = frozenset({Resource.COMPUTE, Resource.H2D, Resource.D2H, Resource.INTERCONNECT})
 #: Writes of what layers own, which the next step waits for.
 _CARRIED = frozenset({Action.SPILL_STATE, Action.SPILL_GRADIENT})
 _READS_OF_OWNED = frozenset({Action.LOAD_STATE, Action.LOAD_PARAMETERS})
@@ -47,7 +48,8 @@ class Waits(NamedTuple):
 
     Attributes:
         finish: operations that the walk waits for itself.
-        release: copies to the device that the device waits for; what they leave is given up.
+        release: copies to the device, and sums over devices, that the device waits for; what they leave is
+            given up.
     """
 
     finish: tuple[int, ...]
@@ -76,7 +78,7 @@ def prepare(schedule: Schedule) -> Prepared:
         release = [
             waited
             for waited in operation.waits
-            if waited not in finish and operations[waited].resource is Resource.H2D
+            if waited not in finish and _is_released(operation, operations[waited])
         ]
         waits.append(Waits(tuple(finish), tuple(release)))
     awaited = (
@@ -86,6 +88,12 @@ def prepare(schedule: Schedule) -> Prepared:
         for waited in operation.waits
     )
     return Prepared(tuple(waits), frozenset(awaited))
+
+
+def _is_released(operation: Operation, other: Operation) -> bool:
+    if other.action is Action.REDUCE_SCATTER:
+        return shows_free(operation.action, other.action)
+    return other.resource is Resource.H2D
 
 
 def _must_have_ended(operation: Operation, other: Operation) -> bool:
@@ -147,6 +155,8 @@ class Walk:
             Action.BACKWARD: device_work.backward,
             Action.OFFLOAD: device_work.offload,
             Action.RELOAD: device_work.reload,
+            Action.GATHER: device_work.gather,
+            Action.REDUCE_SCATTER: device_work.reduce_scatter,
         }
         self._gradient_out = device_work.gradient_out
         self._host_handlers: dict[Action, Callable[[Operation, list[Pending]], Pending | None]] = {

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from lazyjax.hardware.memory import host_memory_bytes
 from lazyjax.hardware.profile import HardwareProfile
@@ -70,6 +70,7 @@ class MeasureOptions:
         update_elements: of the slab whose update is timed.
         nvme_bytes: written and read back.
         nvme_folder: on the drive that plans may use; None leaves NVMe out of the profile.
+        devices: of this host that are to share the work; more than one are timed together.
         repeats: runs of which the median counts.
     """
 
@@ -79,6 +80,7 @@ class MeasureOptions:
     update_elements: int = 32 * 2**20
     nvme_bytes: int = 1024 * 2**20
     nvme_folder: pathlib.Path | None = None
+    devices: int = 1
     repeats: int = 5
 
 
@@ -116,9 +118,7 @@ def measure_profile(
 
     def matrices() -> None:
         spreads = list[float]()
-        rate = matmul_flops_per_second(
-            shapes, options.compute_dtype, options.repeats, observe=spreads.append
-        )
+        rate = matmul_flops_per_second(shapes, options.compute_dtype, options.repeats, observe=spreads.append)
         some = ", ".join("x".join(map(str, shape)) for shape in shapes[:4])
         how = f"{options.compute_dtype} products and both gradients, {some}"
         note("matmul_flops_per_second", rate, how, spreads)
@@ -165,6 +165,16 @@ def measure_profile(
         free = int(0.9 * shutil.disk_usage(options.nvme_folder).free)
         note("nvme_bytes", free, "0.9 of the free space of the folder's file system")
 
+    def between_devices() -> None:
+        devices, spreads = jax.local_devices()[: options.devices], list[float]()
+        rate = interconnect_bytes_per_second(
+            devices, options.transfer_bytes, options.repeats, observe=spreads.append
+        )
+        how = f"an all-gather of {options.transfer_bytes} bytes over {len(devices)} devices"
+        note("interconnect_bytes_per_second", rate, how, spreads)
+        figures["collective_contention"] = 1.0
+        sources["collective_contention"] = "assumption: JAX runs the programs of a device one after another"
+
     def memory() -> None:
         for figure, (value, how) in capacities(device).items():
             note(figure, value, how)
@@ -188,6 +198,8 @@ def measure_profile(
         ("NVMe", drive),
         ("capacities", memory),
     ]
+    if options.devices > 1:
+        steps.append(("between devices", between_devices))
     for done, (what, step) in enumerate(steps):
         progress(what, done, len(steps))
         step()
@@ -299,6 +311,23 @@ def device_bandwidth_bytes_per_second(
 @jax.jit
 def _increment(x: jax.Array) -> jax.Array:
     return x + 1
+
+
+def interconnect_bytes_per_second(
+    devices: Sequence[jax.Device], whole_bytes: int, repeats: int = 5, *, observe: Observer = _unobserved
+) -> float:
+    """Bytes per second that each device receives in an all-gather to `whole_bytes` on every one."""
+    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=list(devices))
+    elements = whole_bytes // 4 // len(devices) * len(devices)
+    parts = jax.device_put(np.zeros(elements, np.float32), NamedSharding(mesh, PartitionSpec("data")))
+
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    def gather(parts: jax.Array) -> jax.Array:
+        return parts
+
+    seconds, spread = timing(lambda: gather(parts), repeats)
+    observe(spread)
+    return parts.nbytes * (len(devices) - 1) / len(devices) / seconds
 
 
 def host_bandwidth_bytes_per_second(

@@ -22,6 +22,7 @@ import yaml
 from lazyjax.config import UniqueKeyLoader
 
 PositiveRate = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, pydantic.Field(ge=1)]
 Share = Annotated[float, pydantic.Field(ge=0, le=1, allow_inf_nan=False)]
 #: Fields that describe the machine in words and therefore need no source.
 _WORDS = frozenset({"name", "device", "sources"})
@@ -62,12 +63,16 @@ class HardwareProfile(pydantic.BaseModel):
             threads together. What an optimizer touches over this rate is the time of its update.
         host_update_parameters_per_second: parameters updated per second by all host threads, for
             optimizers whose updates were measured.
-        update_contention, copy_contention: seconds of compute lost per second of host updates, or of
-            copies, beside it: 0 where the device has cores and memory of its own.
-        host_bytes, nvme_bytes: capacities a plan may use; `nvme_bytes` 0 means no NVMe.
-        nvme_read_bytes_per_second, nvme_write_bytes_per_second: sustained, past the page cache.
-        devices: devices that share the work of one step.
-        interconnect_bytes_per_second: between the devices, per device and direction.
+        update_contention, copy_contention, collective_contention: seconds of compute lost per second of
+            host updates, of copies, or of collectives, beside it: 0 where the device has cores, memory or
+            engines of its own for them.
+        host_bytes, nvme_bytes: capacities of one host that a plan may use; `nvme_bytes` 0 means no NVMe.
+        nvme_read_bytes_per_second, nvme_write_bytes_per_second: of one host, sustained, past the page cache.
+        devices, hosts: devices that share the work of one step, and the hosts that they are in, each with
+            as many. Whatever is said of the host is said of one of them, and its devices share it.
+        link_devices: devices of a host that share one link's rates, because they are behind one switch.
+        interconnect_bytes_per_second: between the devices of a host, per device and direction.
+        network_bytes_per_second: between hosts, per host and direction, all its adapters together.
         sources: where each figure comes from, by field name.
     """
 
@@ -87,12 +92,16 @@ class HardwareProfile(pydantic.BaseModel):
     host_update_parameters_per_second: Mapping[str, PositiveRate] = pydantic.Field(default_factory=dict)
     update_contention: Share = 0.0
     copy_contention: Share = 0.0
+    collective_contention: Share = 0.0
     host_bytes: ByteCount
     nvme_bytes: ByteCount = 0
     nvme_read_bytes_per_second: PositiveRate | None = None
     nvme_write_bytes_per_second: PositiveRate | None = None
-    devices: Annotated[int, pydantic.Field(ge=1)] = 1
+    devices: Count = 1
+    hosts: Count = 1
+    link_devices: Count = 1
     interconnect_bytes_per_second: PositiveRate | None = None
+    network_bytes_per_second: PositiveRate | None = None
     sources: Mapping[str, str]
 
     @pydantic.model_validator(mode="after")
@@ -107,9 +116,70 @@ class HardwareProfile(pydantic.BaseModel):
             raise ValueError("device_bytes: more than device_total_bytes")
         if self.nvme_bytes and not (self.nvme_read_bytes_per_second and self.nvme_write_bytes_per_second):
             raise ValueError("nvme_bytes: needs nvme_read_bytes_per_second and nvme_write_bytes_per_second")
-        if self.devices > 1 and self.interconnect_bytes_per_second is None:
-            raise ValueError("interconnect_bytes_per_second: needed for more than one device")
+        if self.devices % self.hosts:
+            raise ValueError(
+                f"hosts: {self.hosts} does not divide {self.devices}, the number of all devices"
+            )
+        if self.devices_per_host > 1 and self.interconnect_bytes_per_second is None:
+            raise ValueError("interconnect_bytes_per_second: needed for more than one device of a host")
+        if self.hosts > 1 and self.network_bytes_per_second is None:
+            raise ValueError("network_bytes_per_second: needed for more than one host")
         return self
+
+    @property
+    def devices_per_host(self) -> int:
+        """Devices that share a host's memory, drives and updates."""
+        return self.devices // self.hosts
+
+    def spread(self, devices: int, hosts: int = 1, *, source: str) -> HardwareProfile:
+        """The same machine with another number of devices, all hosts together.
+
+        Raises:
+            ProfileError: hosts do not divide the devices, or the profile lacks a rate between them.
+        """
+        update: dict[str, int] = {"devices": devices, "hosts": hosts}
+        changed = {name: value for name, value in update.items() if getattr(self, name) != value}
+        if not changed:
+            return self
+        sources = {**self.sources, **dict.fromkeys(changed, source)}
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        try:
+            return HardwareProfile.model_validate({**given, **changed, "sources": sources})
+        except pydantic.ValidationError as error:
+            raise ProfileError(f"profile {self.name}: {_first_error(error)}") from error
+
+    def h2d_rate(self) -> float:
+        """Bytes per second from its host to a device while both directions and its neighbours are busy."""
+        return self._link_rate(self.h2d_bytes_per_second)
+
+    def d2h_rate(self) -> float:
+        """The same to its host."""
+        return self._link_rate(self.d2h_bytes_per_second)
+
+    def _link_rate(self, alone_bytes_per_second: float) -> float:
+        """Devices behind one switch share its link; no more passes than the host's memory takes both ways."""
+        rate = alone_bytes_per_second * self.duplex_factor
+        if self.devices_per_host == 1:
+            return rate
+        shared = rate / min(self.link_devices, self.devices_per_host)
+        return min(shared, self.host_bandwidth_bytes_per_second / (2 * self.devices_per_host))
+
+    def collective_seconds(self, whole_bytes: int) -> float:
+        """Seconds of an all-gather to, or a reduce-scatter from, `whole_bytes` on every device.
+
+        A ring over n devices passes (n - 1) / n of them over every device's interconnect. Between hosts, each
+        receives what it does not have, (h - 1) / h of them, over its network; the rings of its devices run
+        side by side, so that the slower way is what counts.
+        """
+        seconds = 0.0
+        if self.devices_per_host > 1:
+            assert self.interconnect_bytes_per_second is not None
+            seconds = whole_bytes * (self.devices - 1) / self.devices / self.interconnect_bytes_per_second
+        if self.hosts > 1:
+            assert self.network_bytes_per_second is not None
+            crossing = whole_bytes * (self.hosts - 1) / self.hosts
+            seconds = max(seconds, crossing / self.network_bytes_per_second)
+        return seconds
 
     def update_parameters_per_second(self, optimizer: str, touched_bytes: float) -> float:
         """Parameters that a host update gets through per second: as measured, or by memory's rate.
@@ -125,9 +195,7 @@ class HardwareProfile(pydantic.BaseModel):
     def figure_names(self) -> frozenset[str]:
         """Names of the figures this profile states; updates as `host_update_...second.KIND`."""
         given = {
-            name
-            for name in self.model_fields_set - _WORDS - {_UPDATE_KEY}
-            if getattr(self, name) is not None
+            name for name in self.model_fields_set - _WORDS - {_UPDATE_KEY} if getattr(self, name) is not None
         }
         return frozenset(given | {f"{_UPDATE_KEY}.{kind}" for kind in self.host_update_parameters_per_second})
 

@@ -71,6 +71,7 @@ def make_request(
         if measured
         else load_profile(hardware)
     )
+    profile = _of_devices(config, profile)
     request = profile_request(config, template, profile, identity=CALIBRATE if measured else "")
     reserved = reserved_bytes(request.sizes(request.devices), beside, devices=1)
     request = dataclasses.replace(
@@ -90,9 +91,7 @@ def profile_request(
     config: Config, template: ModelTemplate, profile: HardwareProfile, *, identity: str = ""
 ) -> Request:
     """The planner's question at the rates of a profile, whatever `plan.hardware` is."""
-    if profile.devices != config.plan.devices:
-        sources = {**profile.sources, "devices": "plan.devices of the configuration"}
-        profile = profile.model_copy(update={"devices": config.plan.devices, "sources": sources})
+    profile = _of_devices(config, profile)
     request = build_request(
         template,
         profile,
@@ -109,6 +108,10 @@ def profile_request(
     parts = config.plan.on_nvme
     on_nvme = None if parts is None else frozenset(map(Part, parts))
     return _as_allowed(config, dataclasses.replace(request, on_nvme=on_nvme))
+
+
+def _of_devices(config: Config, profile: HardwareProfile) -> HardwareProfile:
+    return profile.spread(config.plan.devices, source="plan.devices of the configuration")
 
 
 def _as_allowed(config: Config, request: Request) -> Request:
@@ -150,6 +153,7 @@ def measured_profile(
         transfer_bytes=2**24,
         update_elements=2**22,
         nvme_folder=config.plan.drives[0] if config.plan.drives else None,
+        devices=config.plan.devices,
         repeats=3,
     )
     with stage(console, "calibrating: measuring the rates of this machine") as advance:

@@ -68,6 +68,9 @@ def kernel_bytes(costs: Costs) -> int:
         action = Action.LOSS if index == len(layers) - 1 else Action.BACKWARD
         names = tuple(layer.residual_bytes)
         operands = layer.parameter_bytes + layer.accumulator_bytes + layer.gradient_bytes
+        if costs.sizes.shared:
+            # The whole layer, and the gradient of a device's own rows.
+            operands = costs.sizes.devices * (layer.parameter_bytes + layer.accumulator_bytes)
         activations = 4 * max(size.input_bytes for size in layers) + sum(layer.residual_bytes.values())
         most = max(most, operands + activations + costs.working_bytes(action, index, names))
     return most
@@ -203,14 +206,13 @@ def timed_costs(
         / (1 / low.microbatch_rows - 1 / high.microbatch_rows)
     )
     share = min(1.0, max(0.0, share))
-    alone = _alone(costs)
     seconds, working_bytes = dict[MeasuredKey, float](), dict[MeasuredKey, int]()
     # The smallest microbatches call every kernel; the largest may be the only one of a batch, which
     # accumulates nothing.
     for key, operation in low.operations.items():
         group = _group(key)
         ratio = share * small.seconds[group] + (1 - share) * large.seconds[group]
-        seconds[key] = ratio * alone.operation_seconds(operation)
+        seconds[key] = ratio * costs.operation_seconds(operation)
         if key in low.found.working_bytes:
             ratio = share * small.working_bytes[group] + (1 - share) * large.working_bytes[group]
             guess = costs.working_bytes(operation.action, operation.layer, operation.saved)
@@ -226,10 +228,9 @@ class _Ratios(NamedTuple):
 
 
 def _ratios(costs: Costs, size: TimedSize) -> _Ratios:
-    alone = _alone(costs)
     seconds, working_bytes = collections.defaultdict(list), collections.defaultdict(list)
     for key, operation in size.operations.items():
-        seconds[_group(key)].append(size.found.seconds[key] / alone.operation_seconds(operation))
+        seconds[_group(key)].append(size.found.seconds[key] / costs.operation_seconds(operation))
         if key in size.found.working_bytes:
             guess = costs.working_bytes(operation.action, operation.layer, operation.saved)
             working_bytes[_group(key)].append(size.found.working_bytes[key] / max(1, guess))
@@ -241,8 +242,3 @@ def _ratios(costs: Costs, size: TimedSize) -> _Ratios:
 
 def _group(key: MeasuredKey) -> _Group:
     return key.kind, key.phase, key.saved
-
-
-def _alone(costs: Costs) -> Costs:
-    """The same without collectives, which `Costs` adds to what is measured."""
-    return costs.with_profile(costs.profile.model_copy(update={"interconnect_bytes_per_second": None}))

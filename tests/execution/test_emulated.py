@@ -21,6 +21,7 @@ from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning.costs.seconds import Costs, template_costs
 from lazyjax.planning.plan.document import Boundary, LayerPlan, Plan
 from lazyjax.specs import Part, Tier
+from lazyjax.timeline import Resource
 
 BLOCKS, ROWS, LENGTH = 12, 16, 1024
 
@@ -57,9 +58,9 @@ def plan_of(home: str, microbatches: int = 4, state: str = "host", **settings: o
 
 
 @functools.cache
-def costs(rows: int) -> Costs:
+def costs(rows: int, devices: int = 1, hosts: int = 1) -> Costs:
     """A fast link and drive, so that compute is the longest and every pause of it shows."""
-    profile = load_profile("h800-paper")
+    profile = load_profile("h800-paper").spread(devices, hosts, source="test")
     faster = {"h2d_bytes_per_second": 5e10, "d2h_bytes_per_second": 5e10}
     faster |= {"nvme_read_bytes_per_second": 2e10, "nvme_write_bytes_per_second": 2e10}
     return template_costs(
@@ -100,6 +101,20 @@ def test_the_emulated_step_takes_the_simulated_time(plan: Plan) -> None:
     machine = costs(plan.microbatch_rows)
     expected, found = simulated(plan, machine), emulate(model(), plan, machine, ThreadClock())
     assert found.period_seconds == pytest.approx(expected.period_seconds, rel=0.03)
+    assert not found.out_of_order
+    for resource, seconds in expected.busy_seconds.items():
+        assert found.busy_seconds[resource] == pytest.approx(seconds, rel=1e-6), resource
+
+
+@pytest.mark.parametrize(("devices", "hosts"), [(4, 1), (4, 2)])
+@pytest.mark.parametrize("plan", [PLANS[0], PLANS[2], PLANS[4], PLANS[7]], ids=name_of)
+def test_several_emulated_devices_take_the_simulated_time(plan: Plan, devices: int, hosts: int) -> None:
+    """Collectives have a queue of their own; what they and a host's devices cost each other counts."""
+    plan = plan.model_copy(update={"batch_rows": plan.batch_rows * devices})
+    machine = costs(plan.microbatch_rows, devices, hosts)
+    expected, found = simulated(plan, machine), emulate(model(), plan, machine, ThreadClock())
+    assert expected.busy_seconds[Resource.INTERCONNECT] > 0
+    assert found.period_seconds == pytest.approx(expected.period_seconds, rel=0.05)
     assert not found.out_of_order
     for resource, seconds in expected.busy_seconds.items():
         assert found.busy_seconds[resource] == pytest.approx(seconds, rel=1e-6), resource

@@ -20,7 +20,8 @@ from lazyjax.planning.costs.seconds import (
     template_costs,
 )
 from lazyjax.planning.plan.baselines import keep_all, recompute_all
-from lazyjax.planning.program.schedule import Action, Operation, build_schedule
+from lazyjax.planning.program.contention import NO_CONTENTION, Contention
+from lazyjax.planning.program.schedule import Action, Buffer, BufferRole, Operation, build_schedule
 from lazyjax.planning.program.simulate import simulate
 from lazyjax.specs import slab_layout
 from lazyjax.timeline import Resource
@@ -172,13 +173,79 @@ def test_measured_seconds_replace_and_scale_predictions() -> None:
 
 def test_several_devices_share_work_and_pay_for_the_interconnect() -> None:
     profile = load_profile("h100-sxm")
-    two = profile.model_copy(update={"devices": 2})
+    two = profile.spread(2, source="test")
     forward = _operation(Action.FORWARD, Resource.COMPUTE)
     one_device, pair, half = _costs(profile), _costs(two), _costs(profile, rows=ROWS // 2)
     assert pair.operation_flops(forward) == one_device.operation_flops(forward)
+    assert pair.operation_seconds(forward) == half.operation_seconds(forward)
+    whole = Buffer(BufferRole.WHOLE, 1)
+    assert pair.sizes.of(whole) == 2 * pair.sizes.layers[1].parameter_bytes
+    gather = _operation(Action.GATHER, Resource.INTERCONNECT, bytes=pair.sizes.of(whole))
     assert two.interconnect_bytes_per_second is not None
-    gather = pair.sizes.layers[1].parameter_bytes / two.interconnect_bytes_per_second
-    assert pair.operation_seconds(forward) == pytest.approx(half.operation_seconds(forward) + gather)
+    # A ring of two passes half of it.
+    expected = pair.sizes.layers[1].parameter_bytes / two.interconnect_bytes_per_second
+    assert pair.operation_seconds(gather) == pytest.approx(expected)
+
+
+def test_devices_of_a_host_share_its_memory_drives_and_updates() -> None:
+    profile = load_profile("h100-sxm")
+    spread = {
+        (n, h): _costs(profile.spread(n, h, source="test")) for n, h in ((1, 1), (4, 1), (4, 2), (4, 4))
+    }
+    update = {key: costs.update_seconds(1) for key, costs in spread.items()}
+    write = _operation(Action.SPILL_STATE, Resource.NVME_WRITE, bytes=10**9)
+    drive = {key: costs.operation_seconds(write) for key, costs in spread.items()}
+    # Slabs of 4 devices have padding of up to 4 pages.
+    padded = (
+        spread[4, 1].sizes.layers[1].accumulator_bytes * 4 / spread[1, 1].sizes.layers[1].accumulator_bytes
+    )
+    assert update[4, 1] == pytest.approx(padded * update[1, 1])
+    assert update[4, 2] == pytest.approx(update[4, 1] / 2)
+    assert update[4, 4] == pytest.approx(update[4, 1] / 4)
+    assert drive[4, 1] == pytest.approx(4 * drive[1, 1])
+    assert drive[4, 2] == pytest.approx(2 * drive[1, 1])
+
+
+def test_links_share_a_switch_and_what_the_hosts_memory_takes() -> None:
+    profile = load_profile("h100-sxm")
+    alone = profile.h2d_rate()
+    assert alone == profile.h2d_bytes_per_second * profile.duplex_factor
+    assert profile.spread(2, source="test").h2d_rate() == alone
+    assert profile.spread(8, 8, source="test").h2d_rate() == alone
+    eight = profile.spread(8, source="test")
+    assert eight.h2d_rate() == pytest.approx(profile.host_bandwidth_bytes_per_second / 16)
+    assert eight.h2d_rate() < alone
+    sources = {**profile.sources, "link_devices": "test"}
+    switched = profile.model_copy(update={"link_devices": 2, "sources": sources})
+    assert switched.h2d_rate() == alone
+    assert switched.spread(2, source="test").d2h_rate() == pytest.approx(alone / 2)
+
+
+def test_a_collective_takes_what_the_slower_way_takes() -> None:
+    profile = load_profile("h100-sxm")
+    near, far = profile.interconnect_bytes_per_second, profile.network_bytes_per_second
+    assert near is not None
+    assert far is not None
+    whole = 10**9
+    assert profile.collective_seconds(whole) == 0
+    assert profile.spread(8, source="test").collective_seconds(whole) == pytest.approx(7 / 8 * whole / near)
+    two_hosts = profile.spread(16, 2, source="test")
+    assert two_hosts.collective_seconds(whole) == pytest.approx(max(15 / 16 * whole / near, whole / 2 / far))
+    slow = two_hosts.model_copy(update={"network_bytes_per_second": 1e9})
+    assert slow.collective_seconds(whole) == pytest.approx(whole / 2 / 1e9)
+    assert profile.spread(2, 2, source="test").collective_seconds(whole) == pytest.approx(whole / 2 / far)
+
+
+def test_copies_of_the_other_devices_slow_updates_down() -> None:
+    profile = load_profile("h100-sxm")
+    assert _costs(profile).contention == NO_CONTENTION
+    assert _costs(profile.spread(2, 2, source="test")).contention == Contention(collectives=1.0)
+    four = profile.spread(4, source="test")
+    contention = _costs(four).contention
+    assert contention.updates_to_h2d == pytest.approx(
+        3 * four.h2d_rate() / four.host_bandwidth_bytes_per_second
+    )
+    assert contention.collectives == four.collective_contention == 1.0
 
 
 def test_whole_step_simulates_and_keeping_all_executes_fewer_flops() -> None:

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from lazyjax.config import ConfigError
-from lazyjax.hardware.profile import load_profile
+from lazyjax.hardware.profile import ProfileError, load_profile
 from lazyjax.huggingface.configs import to_hf_config
 from lazyjax.models.registry import architecture
 from lazyjax.planning.commands import plan as command
@@ -234,6 +234,41 @@ def test_command_writes_a_plan_a_picture_and_a_trace(tmp_path, capsys):
     assert "critical" in printed_lines
 
 
+def test_command_plans_for_several_devices_and_hosts(capsys, monkeypatch):
+    """Memory is said of one device and of one host, whose devices share it."""
+    monkeypatch.setenv("COLUMNS", "160")
+    words = "--model SmolLM2-135M --hardware h100-sxm --batch 8 --seq 64 --microbatches 2 --no-cache"
+    question = words.split()
+    command.plan_command([*question, "--devices", "4", "--hosts", "2", "--time-limit", "4"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "h100-sxm (NVIDIA H100 SXM 80 GB), 4 devices in 2 hosts, fits" in printed
+    memory = r"of 81\.6 GB of each device's memory and \S+ of 1,100 GB of each host's memory"
+    assert re.search(memory, printed)
+    assert re.search(r"interconnect \S+ \S+%", printed)
+    narrow = [*question, "--devices", "4", "--hosts", "1", "--host-gb", "0.5"]
+    with pytest.raises(InfeasibleError, match=r"host memory: .* 0\.50 may be used"):
+        command.plan_command(narrow)
+
+
+def test_hosts_share_what_a_model_owns():
+    """The parts of all devices of a host are on it: as many hosts, as little on each."""
+    model, machine = template("qwen2", tied=False), load_profile("h100-sxm")
+    requests = {
+        (devices, hosts): build_request(
+            model, machine.spread(devices, hosts, source="test"), batch_rows=4, sequence_length=TOKENS
+        )
+        for devices, hosts in ((1, 1), (4, 1), (4, 2), (4, 4))
+    }
+    for tier in (Tier.HOST, Tier.NVME):
+        for request in requests.values():
+            whole = request.in_one_place(tier, request.capacity[tier])
+            assert whole == pytest.approx(requests[1, 1].capacity[tier], rel=1e-9)
+    owned = {key: request.static_host_bytes for key, request in requests.items()}
+    assert owned[4, 1] == owned[4, 2] == owned[4, 4]
+    on_a_host = {key: requests[key].in_one_place(Tier.HOST, size) for key, size in owned.items()}
+    assert on_a_host[4, 1] == 2 * on_a_host[4, 2] == 4 * on_a_host[4, 4]
+
+
 def test_batches_that_cannot_be_cut_are_refused(request_):
     with pytest.raises(PlanError, match="microbatches: 7 cannot be made of 8 rows"):
         dataclasses.replace(request_, microbatches=7)
@@ -334,6 +369,16 @@ def test_command_refuses_before_it_solves(tmp_path, monkeypatch):
         command.plan_command([*question, "--bach", "2"])
     with pytest.raises(PlanError, match="give one of them"):
         command.plan_command([*question, "--batch", "2", "--max-batch", "4"])
+    with pytest.raises(PlanError, match="rows: 3 cannot be split over 2 devices"):
+        command.plan_command([*question, "--batch", "3", "--devices", "2"])
+    with pytest.raises(ProfileError, match="hosts: 3 does not divide 4, the number of all devices"):
+        command.plan_command([*question, "--batch", "4", "--devices", "4", "--hosts", "3"])
+    with pytest.raises(ProfileError, match="profile rtx3090: hosts: 2 does not divide 1"):
+        command.plan_command([*question, "--batch", "4", "--hosts", "2"])
+    with pytest.raises(ProfileError, match="profile gh200: interconnect_bytes_per_second: needed for more"):
+        command.plan_command([*question, "--batch", "4", "--hardware", "gh200", "--devices", "2"])
+    with pytest.raises(ConfigError, match="--devices: must be a whole number from 1 on"):
+        command.plan_command([*question, "--batch", "4", "--devices", "0"])
     for option in ("--out", "--trace"):
         with pytest.raises(PlanError, match="there is no folder"):
             command.plan_command([*question, "--batch", "2", option, str(tmp_path / "absent" / "file")])

@@ -37,6 +37,7 @@ _LANES = {
     Resource.CPU: "host updates weights",
     Resource.NVME_READ: "NVMe reads",
     Resource.NVME_WRITE: "NVMe writes",
+    Resource.INTERCONNECT: "between devices",
 }
 #: What the colours mean, in words for someone who sees them for the first time.
 _WORDS = {
@@ -53,6 +54,10 @@ _WORDS = {
     "spill": "activations to NVMe",
     "load_state": "optimizer state from NVMe",
     "spill_state": "optimizer state to NVMe",
+    "spill_gradient": "gradients to NVMe",
+    "load_parameters": "weights from NVMe",
+    "gather": "weights gathered from all devices",
+    "reduce_scatter": "gradients summed over devices",
 }
 _HOMES = {
     Boundary.DEVICE: ("on the device", "#54a24b"),
@@ -100,7 +105,7 @@ def steps_of(request: Request, lines: Sequence[ComparisonRow]) -> list[Step]:
     for line in lines:
         costs = request.costs(line.plan.microbatch_rows)
         schedule = build_schedule(line.plan, request.sizes(line.plan.microbatch_rows))
-        simulation = simulate(schedule, costs.operation_seconds)
+        simulation = simulate(schedule, costs.operation_seconds, costs.contention)
         fixed = line.peak_bytes[Tier.DEVICE.value] - schedule.peak_bytes()[Tier.DEVICE]
         fits = not any(line.over(request, tier) for tier in Tier)
         steps.append(Step(line.name, line.plan, line.period_seconds, simulation.timeline, fixed, fits))

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lazyjax.config import DEFAULT_OPTIMIZER
 from lazyjax.config.arguments import Parser
-from lazyjax.hardware.profile import load_profile
+from lazyjax.hardware.profile import HardwareProfile, load_profile
 from lazyjax.huggingface.find import read_architecture
 from lazyjax.models.attention import FUSED
 from lazyjax.models.registry import build_template
@@ -67,6 +67,9 @@ def plan_command(arguments: Sequence[str]) -> None:
     if options.explain is not None and not 0 <= options.explain <= last:
         raise PlanError(f"--explain {options.explain}: the model has layers 0 to {last}")
     profile = load_profile(options.hardware)
+    if options.devices is not None or options.hosts is not None:
+        devices = options.devices or profile.devices
+        profile = profile.spread(devices, options.hosts or 1, source="--devices and --hosts")
 
     def ask(batch_rows: int, *, nvme: bool = options.nvme, optimizer: str = options.optimizer) -> Request:
         request = build_request(
@@ -120,7 +123,7 @@ def plan_command(arguments: Sequence[str]) -> None:
     verification = verify_for(request, plan)
     baselines = baseline_rows(request)
     _write_outputs(options, request, plan, verification, baselines)
-    hardware = f"{options.hardware} ({profile.device})"
+    hardware = f"{options.hardware} ({profile.device}){_spread_in_words(profile)}"
     rows_seen = options.epoch_rows
     report = plan_report(request, plan, verification, baselines, hardware=hardware, epoch_rows=rows_seen)
     console.print(report, highlight=False)
@@ -131,6 +134,14 @@ def plan_command(arguments: Sequence[str]) -> None:
         written = cache.path_of(cache.default_folder(), key)
     if written is not None and written.exists():
         console.print(f"plan: {written}", soft_wrap=True, highlight=False)
+
+
+def _spread_in_words(profile: HardwareProfile) -> str:
+    """Nothing for one device."""
+    if profile.devices == 1:
+        return ""
+    hosts = "one host" if profile.hosts == 1 else f"{profile.hosts} hosts"
+    return f", {profile.devices} devices in {hosts},"
 
 
 def _write_outputs(
@@ -239,6 +250,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="packaged architecture, model folder or config.json")
     parser.add_argument("--hardware", required=True, help="preset or file made by `lazyjax profile`")
     parser.add_argument("--batch", type=positive, help="rows of a batch")
+    parser.add_argument(
+        "--devices", type=positive, help="devices that share every batch, all hosts together (default: 1)"
+    )
+    parser.add_argument(
+        "--hosts", type=positive, help="hosts that the devices are in, as many in each (default: 1)"
+    )
     parser.add_argument("--seq", type=positive, default=1024, help="tokens of a row")
     on_host = f"on the host: {', '.join(OPTIMIZERS)}"
     parser.add_argument(

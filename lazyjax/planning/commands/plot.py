@@ -24,6 +24,10 @@ COLOURS = {
     "spill": "#d8b5a5",
     "load_state": "#bab0ac",
     "spill_state": "#79706e",
+    "spill_gradient": "#59504e",
+    "load_parameters": "#c9a66b",
+    "gather": "#d67195",
+    "reduce_scatter": "#9e3d61",
 }
 
 

@@ -119,15 +119,26 @@ _WORDS = {
     "host_update_parameters_per_second": "update",
     "update_contention": "compute lost to updates",
     "copy_contention": "compute lost to copies",
+    "collective_contention": "compute lost to collectives",
     "nvme_read_bytes_per_second": "NVMe read",
     "nvme_write_bytes_per_second": "NVMe write",
     "interconnect_bytes_per_second": "between devices",
+    "network_bytes_per_second": "between hosts",
     "device_total_bytes": "device has",
     "device_bytes": "a plan may use",
     "host_bytes": "of the host",
     "nvme_bytes": "of NVMe",
     "devices": "devices",
+    "hosts": "hosts",
+    "link_devices": "devices on a link",
 }
+#: Figures without a unit.
+_PLAIN = frozenset(
+    {
+        "devices", "hosts", "link_devices", "duplex_factor", "update_contention", "copy_contention",
+        "collective_contention",
+    }
+)  # fmt: skip
 
 
 def profile_table(profile: HardwareProfile) -> Table:
@@ -173,7 +184,7 @@ def doubts(profile: HardwareProfile, load: float, cpus: int) -> str | None:
 
 
 def _readable(value: float | int, figure: str) -> str:
-    if figure in ("devices", "duplex_factor", "update_contention", "copy_contention"):
+    if figure in _PLAIN:
         return f"{value:.3g}"
     if figure == "kernel_launch_seconds":
         return f"{value * 1e6:.3g} us"

@@ -109,7 +109,10 @@ def comparison(lines: Sequence[ComparisonRow], request: Request) -> Table:
     for line in lines:
         tokens = line.plan.batch_rows * line.plan.sequence_length
         memory = [
-            Text(digits(line.peak_bytes[tier.value] / 1e9), style="red" if line.over(request, tier) else "")
+            Text(
+                digits(request.in_one_place(tier, line.peak_bytes[tier.value]) / 1e9),
+                style="red" if line.over(request, tier) else "",
+            )
             for tier in tiers
         ]
         over = any(line.over(request, tier) for tier in Tier)
@@ -122,7 +125,7 @@ def comparison(lines: Sequence[ComparisonRow], request: Request) -> Table:
             f"{tokens / line.period_seconds:,.0f}",
             *memory,
         )
-    limits = (digits(request.capacity[tier] / 1e9) for tier in tiers)
+    limits = (digits(request.in_one_place(tier, request.capacity[tier]) / 1e9) for tier in tiers)
     table.add_section()
     table.add_row(Text("may use", style="dim"), "", "", "", "", "", *limits)
     table.caption_justify = "left"
@@ -269,14 +272,12 @@ def explain(request: Request, plan: Plan, layer: int) -> RenderableType:
         except PlanError:
             continue
         prediction = predict(request, changed)
+        change = {tier: prediction.peak_bytes[tier.value] - base.peak_bytes[tier.value] for tier in tiers}
         over = [tier.value for tier in Tier if prediction.peak_bytes[tier.value] > request.capacity[tier]]
         table.add_row(
             _difference(decided, alternative),
             f"{prediction.period_seconds / base.period_seconds - 1:+.3%}",
-            *(
-                f"{(prediction.peak_bytes[tier.value] - base.peak_bytes[tier.value]) / 1e9:+.2f}"
-                for tier in tiers
-            ),
+            *(f"{request.in_one_place(tier, change[tier]) / 1e9:+.2f}" for tier in tiers),
             Text(f"{', '.join(over)} too small" if over else "", style="red"),
         )
     return table

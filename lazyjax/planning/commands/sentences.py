@@ -70,9 +70,14 @@ def verdict(
     """
     period = verification.period_seconds
     tokens = plan.batch_rows * plan.sequence_length / period
+    words = _TIER_WORDS if request.devices == 1 else _TIER_WORDS_OF_EACH
+
+    def amount(tier: Tier, device_bytes: int) -> str:
+        return digits(request.in_one_place(tier, device_bytes) / 1e9)
+
     memory = " and ".join(
-        f"{digits(verification.peak_bytes[tier] / 1e9)} of {digits(request.capacity[tier] / 1e9)} GB of "
-        f"{_TIER_WORDS[tier]}"
+        f"{amount(tier, verification.peak_bytes[tier])} of {amount(tier, request.capacity[tier])} GB of "
+        f"{words[tier]}"
         for tier in Tier
         if request.capacity[tier] and verification.peak_bytes[tier]
     )
@@ -89,6 +94,11 @@ def verdict(
 
 
 _TIER_WORDS = {Tier.DEVICE: "device memory", Tier.HOST: "host memory", Tier.NVME: "NVMe"}
+_TIER_WORDS_OF_EACH = {
+    Tier.DEVICE: "each device's memory",
+    Tier.HOST: "each host's memory",
+    Tier.NVME: "each host's NVMe",
+}
 
 
 def digits(value: float) -> str:

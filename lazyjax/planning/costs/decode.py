@@ -160,8 +160,7 @@ class DecodeCosts:
         profile, size = self.profile, self.sizes.parameter_bytes(layer)
         fetch = size / profile.devices / profile.h2d_bytes_per_second
         if profile.devices > 1 and profile.interconnect_bytes_per_second is not None:
-            others = size * (profile.devices - 1) / profile.devices
-            fetch += others / profile.interconnect_bytes_per_second
+            fetch += profile.collective_seconds(size)
         unpack = 2 * size / profile.device_bandwidth_bytes_per_second
         return LayerCost(fetch, unpack, self._seconds(self._work(layer, batch_rows // profile.devices)))
 

@@ -231,7 +231,7 @@ def described_costs(
                 half_bytes=length * 2,
             )
         )
-    sizes = ModelSizes(tuple(layers), source.tokens * BATCH_BYTES_PER_TOKEN, spec.tied)
+    sizes = ModelSizes(tuple(layers), source.tokens * BATCH_BYTES_PER_TOKEN, spec.tied, devices=devices)
     return Costs(
         spec=spec,
         profile=profile,

@@ -155,9 +155,11 @@ class Costs:
         profile = self.profile
         match operation.action:
             case Action.FETCH | Action.RELOAD:
-                return operation.bytes / (profile.h2d_bytes_per_second * profile.duplex_factor)
+                return operation.bytes / profile.h2d_rate()
             case Action.OFFLOAD | Action.GRADIENT_OUT:
-                return operation.bytes / (profile.d2h_bytes_per_second * profile.duplex_factor)
+                return operation.bytes / profile.d2h_rate()
+            case Action.GATHER | Action.REDUCE_SCATTER:
+                return profile.collective_seconds(operation.bytes)
             case Action.LOAD | Action.LOAD_STATE | Action.LOAD_PARAMETERS:
                 return self._nvme_seconds(operation.bytes, "nvme_read_bytes_per_second")
             case Action.SPILL | Action.SPILL_STATE | Action.SPILL_GRADIENT:
@@ -169,12 +171,22 @@ class Costs:
 
     @property
     def contention(self) -> Contention:
-        """What compute loses to copies and updates on this machine."""
-        return Contention(self.profile.update_contention, self.profile.copy_contention)
+        """What resources lose to each other on this machine."""
+        profile = self.profile
+        if profile.devices == 1:
+            return Contention(profile.update_contention, profile.copy_contention)
+        others = (profile.devices_per_host - 1) / profile.host_bandwidth_bytes_per_second
+        return Contention(
+            profile.update_contention,
+            profile.copy_contention,
+            profile.collective_contention,
+            updates_to_h2d=others * profile.h2d_rate(),
+            updates_to_d2h=others * profile.d2h_rate(),
+        )
 
     def update_seconds(self, layer: int) -> float:
-        """Seconds of one layer's host update, all devices' shards together."""
-        elements = self.sizes.layers[layer].accumulator_bytes // 4 * self.profile.devices
+        """Seconds of one layer's host update, the shards of all devices of a host."""
+        elements = self.sizes.layers[layer].accumulator_bytes // 4 * self.profile.devices_per_host
         return elements / self.profile.update_parameters_per_second(self.optimizer, self.update_bytes)
 
     def save_sets(self, kind: str) -> Sequence[SaveSet]:
@@ -235,13 +247,12 @@ class Costs:
         rate = getattr(self.profile, figure)
         if rate is None:
             raise CostError(f"profile {self.profile.name}: the plan uses NVMe, {figure} is missing")
-        return moved_bytes * self.profile.devices / rate
+        return moved_bytes * self.profile.devices_per_host / rate
 
     def _compute_seconds(self, operation: Operation) -> float:
         key = measured_key(operation, self.spec)
         if key not in self._known:
-            seconds = self._measured_or_predicted(key, operation.layer)
-            self._known[key] = seconds + self._collective_seconds(operation)
+            self._known[key] = self._measured_or_predicted(key, operation.layer)
         return self._known[key]
 
     def _measured_or_predicted(self, key: MeasuredKey, layer: int) -> float:
@@ -264,18 +275,11 @@ class Costs:
             table_bytes = self.sizes.layers[0].accumulator_bytes if tied else 0
             moved = (own.accumulator_bytes + table_bytes) * key.accumulates
             moved += 2 * own.gradient_bytes * key.last
+            if self.sizes.shared:
+                # The gradient of the whole layer is written for the sum over devices.
+                moved = (own.accumulator_bytes + table_bytes) * self.sizes.devices
         gradients = self._seconds(Work({Kernel(0, moved): 1}))
         return self._seconds(self.source.work(key.kind, key.phase, key.saved)) + gradients
-
-    def _collective_seconds(self, operation: Operation) -> float:
-        """All-gather of the slab in every call, reduce-scatter of the gradient in backward calls."""
-        if self.profile.devices == 1 or self.profile.interconnect_bytes_per_second is None:
-            return 0.0
-        layer = self.sizes.layers[operation.layer]
-        shards = layer.parameter_bytes
-        if operation.action in (Action.BACKWARD, Action.LOSS):
-            shards += layer.accumulator_bytes
-        return (self.profile.devices - 1) * shards / self.profile.interconnect_bytes_per_second
 
 
 def measured_key(operation: Operation, spec: ModelSpec) -> MeasuredKey:
@@ -328,9 +332,9 @@ def template_costs(
 def with_state_bytes(
     sizes: ModelSizes, spec: ModelSpec, optimizer: HostOptimizer, *, devices: int = 1
 ) -> ModelSizes:
-    """The sizes with each layer's optimizer state, all devices' shards together."""
+    """The sizes with each layer's optimizer state: a device's share."""
     layers = tuple(
-        dataclasses.replace(layer, state_bytes=_state_bytes(layout, optimizer))
+        dataclasses.replace(layer, state_bytes=_state_bytes(layout, optimizer) // devices)
         for layer, layout in zip(sizes.layers, _layouts(spec, devices), strict=True)
     )
     return dataclasses.replace(sizes, layers=layers)

@@ -55,4 +55,4 @@ def model_sizes(
             )
         )
     batch_bytes = microbatch_rows * sequence_length * BATCH_BYTES_PER_TOKEN // devices
-    return ModelSizes(tuple(layers), batch_bytes, spec.tied, compute_dtype == "float32")
+    return ModelSizes(tuple(layers), batch_bytes, spec.tied, compute_dtype == "float32", devices)

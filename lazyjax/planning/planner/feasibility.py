@@ -81,7 +81,10 @@ def nearest_changes(
     batch_rows = largest_batch(request, below=request.batch_rows)
     if batch_rows:
         changes.append(f"batch {batch_rows}")
-    missing = " and ".join(f"{_amount(size)} more {tier.value} memory" for tier, size in shortfall.items())
+    missing = " and ".join(
+        f"{_amount(request.in_one_place(tier, size))} more {tier.value} memory"
+        for tier, size in shortfall.items()
+    )
     return [*changes, missing] if missing else changes
 
 

@@ -174,8 +174,11 @@ class _Counting:
             if operation.action in UP and operation.item is not None:
                 yield from self._releases_of_moves_up(operation, operation.item, raised)
             elif operation.action is Action.FETCH and operation.item is not None:
+                waiting = self.expansion.compute(operation.item).slot
+                if self.problem.sizes.shared:
+                    waiting = throttled[operation.slot]  # what gathers it
                 for change, condition in operation.frees.items():
-                    yield self.expansion.compute(operation.item).slot, change.place, condition
+                    yield waiting, change.place, condition
             elif operation.slot in throttled:
                 waiting = throttled[operation.slot]
                 for change, condition in operation.frees.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from lazyjax.planning.planner.question import Request, settings_of
-from lazyjax.planning.program.operations import Action, ModelSizes
+from lazyjax.planning.program.operations import Action, Buffer, BufferRole, ModelSizes
 from lazyjax.specs import Tier
 
 
@@ -51,7 +51,10 @@ def _finest(request: Request) -> int:
 
 
 def _least_device_bytes(request: Request, sizes: ModelSizes, microbatch_rows: int) -> int:
-    """The largest layer's backward pass: slab, gradient, input, both input gradients, working set."""
+    """The largest layer's backward pass: slab, gradient, input, both input gradients, working set.
+
+    Where devices share slabs, also the whole layer, and the gradient of a device's rows in place of its part.
+    """
     working_bytes = request.costs(microbatch_rows).working_bytes
     known: dict[str, int] = {}
     most = 0
@@ -64,6 +67,10 @@ def _least_device_bytes(request: Request, sizes: ModelSizes, microbatch_rows: in
                 working_bytes(Action.BACKWARD, index, ()),
                 working_bytes(Action.BACKWARD, index, names) + sum(layer.residual_bytes.values()),
             )
-        own = layer.parameter_bytes + layer.gradient_bytes + 3 * layer.input_bytes
+        own = layer.parameter_bytes + 3 * layer.input_bytes
+        if sizes.shared:
+            own += sizes.of(Buffer(BufferRole.WHOLE, index)) + sizes.of(Buffer(BufferRole.PARTIAL, index))
+        else:
+            own += layer.gradient_bytes
         most = max(most, own + known[kind])
     return most

@@ -108,6 +108,9 @@ class Problem:
             accumulates = position > 0 or tied_table
             return self.item_seconds(action, layer, saved, accumulates, position == count - 1)
 
+        if self.sizes.shared:
+            # Gradients are added up by what sums them over the devices.
+            return count * self.item_seconds(action, layer, saved, False, False)
         if count <= 2:
             return sum(one(position) for position in range(count))
         return one(0) + (count - 2) * one(1) + one(count - 1)

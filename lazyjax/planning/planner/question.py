@@ -84,7 +84,8 @@ class Request:
         token_chunk: tokens of a row that blocks compute at a time, in `sizes` and `costs`; None: all of them.
         chunked: for the search to decide that: other chunks -> sizes and costs. None: it is fixed.
         on_nvme: what of every layer lives on NVMe, where that is fixed.
-        devices: that share every batch and slab; sizes are those of one.
+        devices, hosts: devices that share every batch and slab, and the hosts that they are in. Sizes and
+            capacities are those of one device, which of its host's memory has its share.
         identity: digest of model and costs, for the cache.
         made_for: what a plan records of all this (see `Plan`).
     """
@@ -105,6 +106,7 @@ class Request:
     chunked: Callable[[int], Tables] | None = None
     on_nvme: frozenset[Part] | None = None
     devices: int = 1
+    hosts: int = 1
     identity: str = ""
     made_for: Mapping[str, str | int | None] = dataclasses.field(default_factory=dict)
 
@@ -128,6 +130,10 @@ class Request:
                 f"microbatches: {count} have {each} rows each, "
                 f"which {self.devices} devices cannot share equally"
             )
+
+    def in_one_place(self, tier: Tier, device_bytes: int) -> int:
+        """Bytes on one device, or on one host for all of its devices, from those of one device."""
+        return device_bytes * (1 if tier is Tier.DEVICE else self.devices // self.hosts)
 
     def at(self, plan: Plan) -> Request:
         """The question with the plan's token chunk fixed."""

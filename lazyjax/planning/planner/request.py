@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -60,7 +59,7 @@ def build_request(
 
         @functools.cache
         def sizes(microbatch_rows: int) -> ModelSizes:
-            return _share(profile_costs(microbatch_rows).sizes, devices)
+            return profile_costs(microbatch_rows).sizes
 
         return Tables(sizes, profile_costs)
 
@@ -78,6 +77,7 @@ def build_request(
         token_chunk=template.token_chunk,
         chunked=tables if is_open else None,
         devices=devices,
+        hosts=profile.hosts,
         identity=_identity(template, profile, identity, words),
         made_for={
             "optimizer": optimizer,
@@ -93,11 +93,12 @@ def build_request(
 def _capacity(
     profile: HardwareProfile, device_bytes: int | None, host_bytes: int | None, nvme_bytes: int | None
 ) -> dict[Tier, int]:
-    """Bytes per device: the profile's, unless others are given."""
+    """Bytes per device: the profile's, unless others are given; devices of a host share what it has."""
+    sharing = profile.devices_per_host
     return {
         Tier.DEVICE: profile.device_bytes if device_bytes is None else device_bytes,
-        Tier.HOST: (profile.host_bytes if host_bytes is None else host_bytes) // profile.devices,
-        Tier.NVME: (profile.nvme_bytes if nvme_bytes is None else nvme_bytes) // profile.devices,
+        Tier.HOST: (profile.host_bytes if host_bytes is None else host_bytes) // sharing,
+        Tier.NVME: (profile.nvme_bytes if nvme_bytes is None else nvme_bytes) // sharing,
     }
 
 
@@ -114,14 +115,6 @@ def _identity(template: ModelTemplate, profile: HardwareProfile, costs: str, wor
         "residuals": [list(kind.residual_names) for kind in template.kinds.values()],
     }
     return content_key(facts)
-
-
-def _share(sizes: ModelSizes, devices: int) -> ModelSizes:
-    """Sizes of one device's share, optimizer state included."""
-    layers = tuple(
-        dataclasses.replace(layer, state_bytes=layer.state_bytes // devices) for layer in sizes.layers
-    )
-    return dataclasses.replace(sizes, layers=layers)
 
 
 def request_key(request: Request) -> str:

@@ -128,7 +128,9 @@ def refusal(request: Request, shortfall: Mapping[Tier, int], offers: Mapping[str
 
 
 def _sum_that_fails(request: Request, tier: Tier, shortfall_bytes: int) -> str:
-    needed = request.capacity[tier] + shortfall_bytes
+    shortfall_bytes = request.in_one_place(tier, shortfall_bytes)
+    capacity = request.in_one_place(tier, request.capacity[tier])
+    needed = capacity + shortfall_bytes
     unit, divisor, places = ("GB", 1e9, 1) if needed >= 1e10 else ("GB", 1e9, 2)
     if needed < 1e8:
         unit, divisor, places = "bytes", 1.0, 0
@@ -139,14 +141,15 @@ def _sum_that_fails(request: Request, tier: Tier, shortfall_bytes: int) -> str:
     parts = ""
     if tier is Tier.HOST and not request.capacity[Tier.NVME]:
         state = sum(layer.state_bytes for layer in request.sizes(request.devices).layers)
-        rest = max(0, needed - request.static_host_bytes - state)
+        state, static = (request.in_one_place(tier, size) for size in (state, request.static_host_bytes))
+        rest = max(0, needed - static - state)
         parts = (
-            f"weights and gradients {amount(request.static_host_bytes)} + optimizer state {amount(state)} + "
+            f"weights and gradients {amount(static)} + optimizer state {amount(state)} + "
             f"activations {amount(rest)} = "
         )
     return (
         f"{tier.value} memory: {parts}{amount(needed)} {unit} at least, "
-        f"{amount(request.capacity[tier])} may be used, {amount(shortfall_bytes)} short"
+        f"{amount(capacity)} may be used, {amount(shortfall_bytes)} short"
     )
 
 

@@ -75,16 +75,18 @@ class TimeModel:
         _find_binding(self.operations)
 
     def _contend(self) -> None:
-        """Adds to compute what it loses to copies and updates (`lazyjax.planning.program.contention`)."""
+        """Adds what resources lose to each other (`lazyjax.planning.program.contention`)."""
         contention = self.problem.contention
         if contention == NO_CONTENTION:
             return
-        bearing = [operation for operation in self.operations if operation.action in BEARING]
-        lost = Affine()
-        for operation in self.operations:
-            lost += operation.seconds * contention.share(operation.resource)
-        for operation in bearing:
-            operation.seconds += lost * (1 / len(bearing))
+        alone = [operation.seconds for operation in self.operations]
+        for loser, actions in BEARING.items():
+            bearing = [operation for operation in self.operations if operation.action in actions]
+            lost = Affine()
+            for operation, seconds in zip(self.operations, alone, strict=True):
+                lost += seconds * contention.share(loser, operation.resource)
+            for operation in bearing:
+                operation.seconds += lost * (1 / len(bearing))
 
     def _seconds(self, operation: LiftedOperation) -> Affine:
         total = Affine()
@@ -170,7 +172,10 @@ class _Waits:
         #: Whether reads for updates are in the queue of those for compute.
         self.shares_queue = bool(expansion.state_writes)
         for operation in lifted:
-            if operation.action in (Action.FETCH, Action.RELOAD) and operation.item is not None:
+            if (
+                operation.action in (Action.FETCH, Action.RELOAD, Action.GATHER)
+                and operation.item is not None
+            ):
                 self.serving[operation.item].append(operation)
 
     def of(self, operation: LiftedOperation) -> Iterator[Wait]:
@@ -224,7 +229,7 @@ class _Waits:
         deferred = expansion.settings.update == "deferred"
         if action is Action.UPDATE and deferred:
             yield self.index[expansion.gradient_slot(operation.layer)], ALWAYS
-            yield self.index[expansion.last_compute_slot], ALWAYS
+            yield self.index[expansion.last_norm_slot], ALWAYS
         elif action is Action.FETCH and not deferred:
             yield self.index[expansion.update_slot(expansion.head)], ALWAYS
         elif action in STATE_UP:

@@ -22,6 +22,8 @@ from lazyjax.planning.program.tiers import DOWN, STATE_UP, UP
 from lazyjax.planning.program.windows import Window
 from lazyjax.specs import Tier
 
+#: Of what is no compute: these wait for what they read on the device.
+_READING = frozenset({Action.GRADIENT_OUT, Action.GATHER, Action.REDUCE_SCATTER})
 _WITH_RESIDUALS = (Action.FORWARD, Action.BACKWARD)
 #: In a step that applies its own gradients: nothing is updated, or fetched for that, before all are known.
 _AFTER_GRADIENTS = frozenset({Action.UPDATE, *STATE_UP})
@@ -112,12 +114,16 @@ class _Evaluation:
             yield from (place.buffer for place in allocates)
         elif action is Action.GRADIENT_OUT:
             yield from (place.buffer for place in frees)
+        elif action is Action.GATHER:
+            yield from (place.buffer._replace(role=BufferRole.PARAMETERS) for place in allocates)
+        elif action is Action.REDUCE_SCATTER:
+            yield from (place.buffer for place in frees if place.buffer.role is BufferRole.PARTIAL)
         if action not in COMPUTE_ACTIONS or microbatch is None:
             return
         if action is not Action.BACKWARD or layer:
-            yield Buffer(BufferRole.PARAMETERS, layer)
+            yield Buffer(self.sizes.kernel_parameters, layer)
         if action is Action.LOSS and self.sizes.tied:
-            yield Buffer(BufferRole.PARAMETERS, 0)
+            yield Buffer(self.sizes.kernel_parameters, 0)
         yield Buffer(BufferRole.BATCH, 0, microbatch)
         if layer:
             yield Buffer(BufferRole.INPUT, layer, microbatch)
@@ -132,9 +138,9 @@ class _Evaluation:
             if slot in self.index and any(map(self.holds, conditions)):
                 yield self.index[slot]
         action = lifted.action
-        if action in COMPUTE_ACTIONS or action is Action.GRADIENT_OUT:
+        if action in COMPUTE_ACTIONS or action in _READING:
             yield from (self.made[Place(buffer, Tier.DEVICE)] for buffer in reads)
-        elif action in (Action.FETCH, Action.LOAD_PARAMETERS) or action in UP:
+        if action in (Action.FETCH, Action.LOAD_PARAMETERS, Action.GATHER) or action in UP:
             # Not issued before the compute operation ahead of it: it takes memory from then on.
             if self.last_compute is not None:
                 yield self.last_compute
@@ -155,7 +161,7 @@ class _Evaluation:
         if lifted.action is Action.UPDATE and deferred:
             # The clip factor needs every layer's norm, hence the last backward.
             yield self.index[self.expansion.gradient_slot(lifted.layer)]
-            yield self.index[self.expansion.last_compute_slot]
+            yield self.index[self.expansion.last_norm_slot]
         elif lifted.action is Action.FETCH and not deferred:
             yield self.index[self.expansion.update_slot(self.expansion.head)]
         elif lifted.action in STATE_UP:

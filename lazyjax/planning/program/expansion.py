@@ -38,6 +38,10 @@ from lazyjax.timeline import Resource
 GRADIENT_WINDOW = 2
 #: Compute items after which a move further down must have ended: longer than one takes on most drives.
 SPILL_WINDOW_ITEMS = 4
+#: Compute items after which a gradient must have been summed over the devices.
+SCATTER_WINDOW_ITEMS = 2
+#: Windows by which parameters are gathered ahead of their use; not before they are fetched.
+GATHER_AHEAD = 1
 #: Layers of which copies of what lives on a drive exist at once: read ahead, in use, being written.
 STATE_WINDOW = 4
 #: Windows by which a read of parameters precedes their fetch.
@@ -53,12 +57,14 @@ class Phase(enum.IntEnum):
     LOAD = 0
     RELOAD = 1
     FETCH = 2
-    STATE_DOWN = 3
-    COMPUTE = 4
-    OFFLOAD = 5
-    GRADIENT_OUT = 6
-    SPILL = 7
-    GRADIENT_DOWN = 8
+    GATHER = 3
+    STATE_DOWN = 4
+    COMPUTE = 5
+    REDUCE_SCATTER = 6
+    OFFLOAD = 7
+    GRADIENT_OUT = 8
+    SPILL = 9
+    GRADIENT_DOWN = 10
 
 
 class Slot(NamedTuple):
@@ -126,6 +132,9 @@ class LiftedOperation:
         """What a transfer takes somewhere."""
         if self.action is Action.GRADIENT_OUT:
             return self.frees
+        if self.action is Action.REDUCE_SCATTER:
+            partial = BufferRole.PARTIAL
+            return {c: where for c, where in self.frees.items() if c.place.buffer.role is partial}
         if self.action in STATE_DOWN:
             # The update has used the gradient up; its copy only goes.
             spent = BufferRole.GRADIENT
@@ -138,7 +147,7 @@ class Expansion:
 
     Args:
         space: the decisions.
-        sizes: only whether tables are tied and which residuals there are.
+        sizes: only whether tables are tied, slabs shared, and which residuals there are.
         by_layer: one item stands for all microbatches of a window. The list is then short, and right in
             time up to how microbatches overlap; it says nothing about memory.
     """
@@ -188,6 +197,12 @@ class Expansion:
     def last_compute_slot(self) -> Slot:
         """The last compute operation of the step."""
         return Slot(len(self.windows.order) - 1, self.items - 1, Phase.COMPUTE)
+
+    @property
+    def last_norm_slot(self) -> Slot:
+        """What finishes the last layer's gradient, and with it the norm of all."""
+        last = self.last_compute_slot
+        return last._replace(phase=Phase.REDUCE_SCATTER) if self.sizes.shared else last
 
     def gradient_slot(self, layer: int) -> Slot:
         """Where a layer's gradient leaves."""
@@ -299,8 +314,11 @@ class Expansion:
                 microbatch = self.windows.position(window, position)
                 slot = Slot(number, position, Phase.COMPUTE)
                 tied_table = window.action is Action.BACKWARD and window.layer == 0 and self.sizes.tied
+                # Where gradients are summed over devices, that is what adds them up.
                 self.operations[slot] = LiftedOperation(
                     slot, window.action, Resource.COMPUTE, window.layer, microbatch, window,
-                    Item(window, position), condition, accumulates=position > 0 or tied_table,
-                    last=position == self.items - 1, parts=[(window.layer, condition)],
+                    Item(window, position), condition,
+                    accumulates=(position > 0 or tied_table) and not self.sizes.shared,
+                    last=position == self.items - 1 and not self.sizes.shared,
+                    parts=[(window.layer, condition)],
                 )  # fmt: skip

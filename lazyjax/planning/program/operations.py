@@ -36,6 +36,8 @@ class Action(enum.StrEnum):
     SPILL_STATE = "spill_state"
     SPILL_GRADIENT = "spill_gradient"
     LOAD_PARAMETERS = "load_parameters"
+    GATHER = "gather"
+    REDUCE_SCATTER = "reduce_scatter"
 
 
 COMPUTE_ACTIONS = frozenset({Action.FORWARD, Action.LOSS, Action.RECOMPUTE, Action.BACKWARD})
@@ -56,6 +58,8 @@ RESOURCE_OF = {
     Action.LOSS: Resource.COMPUTE,
     Action.RECOMPUTE: Resource.COMPUTE,
     Action.BACKWARD: Resource.COMPUTE,
+    Action.GATHER: Resource.INTERCONNECT,
+    Action.REDUCE_SCATTER: Resource.INTERCONNECT,
 }
 
 
@@ -112,6 +116,8 @@ class BufferRole(enum.StrEnum):
     STATE = "state"
     LO = "lo"
     HI = "hi"
+    WHOLE = "whole"
+    PARTIAL = "partial"
 
 
 #: What a layer owns, as a buffer; on the device only the gradient is one of these.
@@ -176,12 +182,26 @@ class ModelSizes:
     Attributes:
         tied: whether head and embedding share a table.
         both_halves: whether a fetch takes both halves of the master weights (float32 compute).
+        devices: that share every slab. Where there are several, kernels take parameters that were gathered
+            from all of them (`BufferRole.WHOLE`), and leave gradients of their own rows of a whole layer
+            (`BufferRole.PARTIAL`), which are summed and scattered.
     """
 
     layers: tuple[LayerSizes, ...]
     batch_bytes: int
     tied: bool
     both_halves: bool = False
+    devices: int = 1
+
+    @property
+    def shared(self) -> bool:
+        """Whether a device holds only a part of every slab."""
+        return self.devices > 1
+
+    @property
+    def kernel_parameters(self) -> BufferRole:
+        """What kernels take as the parameters of a layer."""
+        return BufferRole.WHOLE if self.shared else BufferRole.PARAMETERS
 
     @property
     def fetched(self) -> tuple[Part, ...]:
@@ -212,6 +232,10 @@ class ModelSizes:
                 return layer.state_bytes
             case BufferRole.LO | BufferRole.HI:
                 return layer.half_bytes
+            case BufferRole.WHOLE:
+                return self.devices * layer.parameter_bytes
+            case BufferRole.PARTIAL:
+                return self.devices * layer.accumulator_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -225,7 +249,7 @@ class Operation:
         waits_previous: the same, of the step before.
         reads: device buffers used.
         allocates, frees: see the module's docstring.
-        bytes: moved, for transfers.
+        bytes: moved, for transfers; of collectives those of whole layers, of which a device has its part.
         saved: names of the residuals that a forward writes or a backward reads.
         accumulates: adds to an existing gradient accumulator.
         last: the layer's last microbatch in this direction; a backward then emits the gradient.
@@ -261,6 +285,8 @@ def shows_free(waiting: Action, waited: Action) -> bool:
             return waiting is Action.GRADIENT_OUT
         case Action.GRADIENT_OUT:
             return waiting is not Action.SPILL_GRADIENT
+        case Action.REDUCE_SCATTER:
+            return waiting in COMPUTE_ACTIONS
         case _:
             return True
 

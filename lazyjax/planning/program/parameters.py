@@ -1,11 +1,19 @@
-"""Emits parameter slabs and gradients: what is fetched when, how long it stays, and what leaves."""
+"""Emits parameter slabs and gradients: what is fetched when, how long it stays, and what leaves.
+
+Where several devices share slabs, each fetches its part. A window's kernels need the whole layer: it is
+gathered for each window anew, ahead of it, and given up after it, so that what stays on a device between
+windows is its part alone. Backward kernels leave the gradient of a device's own rows, of the whole layer;
+microbatch by microbatch it is summed over the devices, of which each keeps its part.
+"""
 
 from __future__ import annotations
 
 from lazyjax.planning.program.conditions import ALWAYS, NEVER, Condition
 from lazyjax.planning.program.expansion import (
+    GATHER_AHEAD,
     GRADIENT_WINDOW,
     PARAMETERS_AHEAD,
+    SCATTER_WINDOW_ITEMS,
     STATE_WINDOW,
     Expansion,
     LiftedOperation,
@@ -38,7 +46,8 @@ class _Slabs:
     def emit(self, layer: int) -> None:
         """Everything about one layer's slab."""
         first = Window(Action.LOSS if layer == self.head else Action.FORWARD, layer)
-        self._fetch(layer, first, self.forward_depth, None, ALWAYS)
+        fetch = self._fetch(layer, first, self.forward_depth, None, ALWAYS)
+        self._gather(layer, first, self.forward_depth, None, ALWAYS, fetch)
         if layer == self.head:
             self._free(layer, first, ALWAYS)
         elif layer == 0:
@@ -53,10 +62,12 @@ class _Slabs:
             self._free(0, first, ALWAYS)
             return
         self._free(0, loss, ALWAYS)
+        fetch = None
         if self.head > self.forward_depth:
             gone = ALWAYS.unless(self.space.resident(0))
             self._free(0, first, gone)
-            self._fetch(0, loss, self.forward_depth, None, gone)
+            fetch = self._fetch(0, loss, self.forward_depth, None, gone)
+        self._gather(0, loss, self.forward_depth, None, ALWAYS, fetch, after=first)
 
     def _block(self, layer: int, first: Window) -> None:
         backward = Window(Action.BACKWARD, layer)
@@ -67,12 +78,21 @@ class _Slabs:
             use = again if again in own else backward
             # The first slabs after the loss may still be there from the forward pass.
             since = self.head - layer + 1 + own.index(use)
+            fetch = None
             if segment.end < self.head - 1 or since > self.backward_depth:
                 self._free(layer, first, streamed)
-                self._fetch(layer, use, self.backward_depth, segment, streamed, after=first)
-            if use == again and own.index(backward) - own.index(again) > self.backward_depth:
+                fetch = self._fetch(layer, use, self.backward_depth, segment, streamed, after=first)
+            chosen = self.space.chosen([segment])
+            adjacent = use == again and own.index(backward) - own.index(again) == 1
+            until = backward if adjacent else use
+            self._gather(layer, use, self.backward_depth, segment, chosen, fetch, after=first, until=until)
+            if until == backward:
+                continue
+            fetch = None
+            if own.index(backward) - own.index(again) > self.backward_depth:
                 self._free(layer, again, streamed)
-                self._fetch(layer, backward, self.backward_depth, segment, streamed)
+                fetch = self._fetch(layer, backward, self.backward_depth, segment, streamed)
+            self._gather(layer, backward, self.backward_depth, segment, chosen, fetch, after=again)
         self._free(layer, backward, ALWAYS)
 
     def _fetch(
@@ -83,24 +103,62 @@ class _Slabs:
         segment: Segment | None,
         condition: Condition,
         after: Window | None = None,
-    ) -> None:
+    ) -> LiftedOperation | None:
         """A fetch `depth - 1` windows before the use, and not before the window `after` is over."""
         if condition == NEVER:
-            return
-        lump = self.e.lump(use)
-        # All slabs of a recomputation that counts as one window come with the first.
-        by = self.windows.of(segment)[0] if lump != use and segment is not None else use
+            return None
+        by = self._needed_by(use, segment)
         at = self._ahead(by, depth - 1, segment, after)
-        # The table of the head comes after its own slab.
-        order = (self.windows.number[lump], int(use.action is Action.LOSS and layer < use.layer))
+        order = self._order(layer, use)
         fetch = self.e.transfer(Action.FETCH, Item(at, 0), Phase.FETCH, layer, None, Item(use, 0), order)
         self.e.add(fetch.allocates, Buffer(BufferRole.PARAMETERS, layer), Tier.DEVICE, condition)
         if use == self.windows.order[layer]:
             self.e.first_fetches[layer] = fetch
             if self.e.deferred:
-                return  # it follows the layer's update, which has the parameters
+                return fetch  # it follows the layer's update, which has the parameters
         earlier = self._ahead(by, depth - 1 + PARAMETERS_AHEAD, segment, after)
         self._read(layer, use, fetch, condition, earlier)
+        return fetch
+
+    def _gather(
+        self,
+        layer: int,
+        use: Window,
+        depth: int,
+        segment: Segment | None,
+        condition: Condition,
+        fetch: LiftedOperation | None,
+        *,
+        after: Window | None = None,
+        until: Window | None = None,
+    ) -> None:
+        """The whole layer on every device, from ahead of the use to the end of it, or of `until`.
+
+        Args:
+            depth: of the fetches, which are not overtaken.
+            fetch: what brings the device's part, if that is not there still.
+            after: an earlier window after which the layer was given up.
+        """
+        if condition == NEVER or not self.e.sizes.shared:
+            return
+        at = self._ahead(self._needed_by(use, segment), min(GATHER_AHEAD, depth - 1), segment, after)
+        order = self._order(layer, use)
+        gather = self.e.transfer(Action.GATHER, Item(at, 0), Phase.GATHER, layer, None, Item(use, 0), order)
+        whole = Buffer(BufferRole.WHOLE, layer)
+        self.e.add(gather.allocates, whole, Tier.DEVICE, condition)
+        last = self.e.compute(Item(until or use, self.e.items - 1))
+        self.e.add(last.frees, whole, Tier.DEVICE, condition)
+        if fetch is not None:
+            for exists in fetch.exists:
+                self.e.throttle(gather, fetch, exists)
+
+    def _needed_by(self, use: Window, segment: Segment | None) -> Window:
+        """All slabs of a recomputation that counts as one window come with the first."""
+        return self.windows.of(segment)[0] if self.e.lump(use) != use and segment is not None else use
+
+    def _order(self, layer: int, use: Window) -> tuple[int, int]:
+        """By use; the table of the head comes after its own slab."""
+        return self.windows.number[self.e.lump(use)], int(use.action is Action.LOSS and layer < use.layer)
 
     def _ahead(self, use: Window, count: int, segment: Segment | None, after: Window | None) -> Window:
         at = self.windows.before(use, count, segment)
@@ -142,7 +200,10 @@ def _emit_gradient(expansion: Expansion, layer: int) -> None:
     """The accumulator lives while microbatches add to it; the last one turns it into the gradient."""
     windows, tied, count = expansion.windows, expansion.sizes.tied, expansion.items
     window = windows.backward_of(layer)
-    first, last = expansion.compute(Item(window, 0)), expansion.compute(Item(window, count - 1))
+    item = Item(window, count - 1)
+    first, last = expansion.compute(Item(window, 0)), expansion.compute(item)
+    if expansion.sizes.shared:
+        first, last = _emit_scatters(expansion, layer, window)
     accumulator, gradient = Buffer(BufferRole.ACCUMULATOR, layer), Buffer(BufferRole.GRADIENT, layer)
     tied_table = layer == 0 and tied
     if layer == expansion.head and tied:
@@ -153,13 +214,48 @@ def _emit_gradient(expansion: Expansion, layer: int) -> None:
     expansion.add(last.allocates, gradient, Tier.DEVICE, ALWAYS)
     if count > 1 or tied_table:
         expansion.add(last.frees, accumulator, Tier.DEVICE, ALWAYS)
-    item = Item(window, count - 1)
     out = expansion.transfer(Action.GRADIENT_OUT, item, Phase.GRADIENT_OUT, layer, None, item)
     expansion.add(out.frees, gradient, Tier.DEVICE, ALWAYS)
+    if expansion.sizes.shared:
+        expansion.throttle(out, last, ALWAYS)
     later = windows.after(window, GRADIENT_WINDOW)
     if later is not None:
         expansion.throttle(expansion.compute(Item(later, 0)), out, ALWAYS)
     _write_gradient(expansion, layer, item, out)
+
+
+def _emit_scatters(
+    expansion: Expansion, layer: int, window: Window
+) -> tuple[LiftedOperation, LiftedOperation]:
+    """Sums every microbatch's gradient over the devices; the first and the last of these operations."""
+    windows, sizes = expansion.windows, expansion.sizes
+    owners = (layer, 0) if layer == expansion.head and sizes.tied else (layer,)
+    if expansion.by_layer and expansion.microbatches > 1:
+        # All but the last are summed while others are computed: they count as beginning with the window.
+        item, after_gathers = Item(window, 0), (len(windows.order),)
+        early = expansion.transfer(
+            Action.REDUCE_SCATTER, item, Phase.GATHER, layer, None, item, after_gathers
+        )
+        for owner in owners:
+            partial = Buffer(BufferRole.PARTIAL, owner)
+            expansion.add(early.frees, partial, Tier.DEVICE, ALWAYS, expansion.microbatches - 1)
+    scatters = []
+    for position in range(expansion.items):
+        item, microbatch = Item(window, position), windows.position(window, position)
+        scatter = expansion.transfer(
+            Action.REDUCE_SCATTER, item, Phase.REDUCE_SCATTER, layer, microbatch, item
+        )
+        scatter.last = position == expansion.items - 1
+        scatter.accumulates = position > 0 or (layer == 0 and sizes.tied)
+        for owner in owners:
+            partial = Buffer(BufferRole.PARTIAL, owner, microbatch)
+            expansion.add(expansion.compute(item).allocates, partial, Tier.DEVICE, ALWAYS)
+            expansion.add(scatter.frees, partial, Tier.DEVICE, ALWAYS)
+        later = windows.item_after(item, expansion.lag(SCATTER_WINDOW_ITEMS))
+        if later is not None:
+            expansion.throttle(expansion.compute(later), scatter, ALWAYS)
+        scatters.append(scatter)
+    return scatters[0], scatters[-1]
 
 
 def _write_gradient(expansion: Expansion, layer: int, item: Item, out: LiftedOperation) -> None:

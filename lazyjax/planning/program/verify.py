@@ -183,6 +183,8 @@ def check_data_flow(schedule: Schedule) -> None:
         if layer not in by_action[Action.UPDATE] or layer not in by_action[Action.GRADIENT_OUT]:
             raise VerificationError(f"layer {layer} is not updated")
     _check_updates(schedule, by_action)
+    if schedule.sizes.shared:
+        _check_collectives(schedule)
 
 
 def _check_parameters(
@@ -236,7 +238,8 @@ def _check_updates(schedule: Schedule, by_action: Mapping[Action, Mapping[int, i
                 f"{min(missing)}{where}"
             )
 
-    last_compute = max(o.index for o in operations if o.action in COMPUTE_ACTIONS)
+    finishing = frozenset({Action.REDUCE_SCATTER}) if schedule.sizes.shared else COMPUTE_ACTIONS
+    last_norm = max(o.index for o in operations if o.action in finishing)
     for operation in operations:
         layer = operation.layer
         match operation.action:
@@ -246,7 +249,7 @@ def _check_updates(schedule: Schedule, by_action: Mapping[Action, Mapping[int, i
                 require(operation, [max(updates.values())], previous=True)
             case Action.UPDATE:
                 # The clip factor needs the gradients of all layers.
-                needed = [gradients[layer], last_compute] if deferred else gradients.values()
+                needed = [gradients[layer], last_norm] if deferred else gradients.values()
                 require(operation, needed, previous=deferred)
                 if plan.layers[layer].on_nvme:
                     above = LINKS[1].state_up
@@ -268,6 +271,34 @@ def _check_updates(schedule: Schedule, by_action: Mapping[Action, Mapping[int, i
             case Action.LOAD_PARAMETERS:
                 written = by_action[Action.SPILL_STATE][layer]
                 require(operation, [written], previous=not deferred)
+
+
+def _check_collectives(schedule: Schedule) -> None:
+    """Kernels take what was gathered since it was last given up, and leave gradients that are summed.
+
+    That kernels wait for what they read, and what sums a gradient for its kernel, was checked for all reads.
+    """
+    scattered = {Action.BACKWARD, Action.LOSS}
+    partials: dict[Place, int] = {}
+    for operation in schedule.operations:
+        roles = {buffer.role for buffer in operation.reads}
+        if operation.action in COMPUTE_ACTIONS and BufferRole.PARAMETERS in roles:
+            raise VerificationError(
+                f"operation {operation.index} ({operation.action.value}) takes one device's part of "
+                f"layer {operation.layer}"
+            )
+        made = [a.place for a in operation.allocates if a.place.buffer.role is BufferRole.PARTIAL]
+        if operation.action in scattered and not made:
+            raise VerificationError(f"operation {operation.index} leaves no gradient to be summed")
+        partials |= dict.fromkeys(made, operation.index)
+        for place in operation.frees:
+            if place.buffer.role is not BufferRole.PARTIAL:
+                continue
+            if operation.action is not Action.REDUCE_SCATTER or partials[place] not in operation.waits:
+                raise VerificationError(
+                    f"operation {operation.index} gives up the gradient of operation {partials[place]}, "
+                    "which is not summed over the devices"
+                )
 
 
 def check_precedence(schedule: Schedule, simulation: Simulation) -> None:
