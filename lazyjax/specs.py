@@ -158,18 +158,46 @@ class ModelSpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """Which part of a tensor a slab holds: its elements from `first` on, of a tensor of `shape`."""
+
+    first: int
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """Where one tensor lies in its layer's slab: elements [offset, offset + elements)."""
+    """Where one tensor lies in its layer's slab: elements [offset, offset + elements).
+
+    Attributes:
+        cut: where the slab holds a part of the tensor (see `slab_part`); `shape` is then (elements,).
+    """
 
     name: str
     offset: int
     shape: tuple[int, ...]
     decay: bool
+    cut: Cut | None = None
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
+        """Number of elements that the slab holds."""
         return math.prod(self.shape)
+
+    @property
+    def first(self) -> int:
+        """The first of the tensor's elements that the slab holds."""
+        return 0 if self.cut is None else self.cut.first
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.shape if self.cut is None else self.cut.shape
+
+    @property
+    def tensor_elements(self) -> int:
+        """The number of elements of the whole tensor."""
+        return math.prod(self.tensor_shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -208,3 +236,58 @@ def slab_layout(
     return SlabLayout(
         tuple(segments), max(_round_up(offset, SLAB_MULTIPLE * devices), SLAB_MULTIPLE * devices)
     )
+
+
+def slab_part(layout: SlabLayout, start: int, stop: int) -> SlabLayout:
+    """The elements [start, stop) of a whole slab as a slab of its own: what one process holds of it.
+
+    Whatever an optimizer keeps for successive parts is, one after another, what it keeps for the whole:
+    parts begin and end on block borders, and a cut segment knows the tensor that it is of.
+
+    Raises:
+        ValueError: a border inside a block, or outside the slab.
+    """
+    if start % BLOCK_ELEMENTS or stop % BLOCK_ELEMENTS or not 0 <= start <= stop <= layout.length:
+        raise ValueError(
+            f"elements [{start}, {stop}) of a slab of {layout.length} are no whole blocks of {BLOCK_ELEMENTS}"
+        )
+    segments = []
+    for segment in layout.segments:
+        end = segment.offset + segment.elements
+        begin, last = max(segment.offset, start), min(end, stop)
+        if begin >= last:
+            continue
+        held = dataclasses.replace(segment, offset=begin - start)
+        if (begin, last) != (segment.offset, end):
+            cut = Cut(begin - segment.offset, segment.shape)
+            held = dataclasses.replace(held, shape=(last - begin,), cut=cut)
+        segments.append(held)
+    return SlabLayout(tuple(segments), stop - start)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """What of every slab a process holds: the parts of the devices [first, last), of `devices` in all.
+
+    A slab of N elements is cut into `devices` equal parts, in the order of the mesh.
+    """
+
+    first: int = 0
+    last: int = 1
+    devices: int = 1
+
+    def elements(self, length: int) -> slice:
+        """The elements of a slab of `length` that are held."""
+        each = length // self.devices
+        return slice(self.first * each, self.last * each)
+
+    def rows(self, count: int) -> slice:
+        """The rows of a microbatch of `count` that belong to these devices."""
+        return self.elements(count)
+
+    def of(self, layout: SlabLayout) -> SlabLayout:
+        """The layout of what is held of a slab."""
+        held = self.elements(layout.length)
+        if (held.start, held.stop) == (0, layout.length):
+            return layout
+        return slab_part(layout, held.start, held.stop)

@@ -318,7 +318,7 @@ class PlanConfig(_Group):
             without them, all but the blocks' inputs is computed again.
         token_chunk: tokens of a row that a block computes at a time; left out, the `milp` planner decides it
             where rows are longer than 8192 tokens, and else it is the whole row.
-        devices: how many share every batch and every slab.
+        devices: how many share every batch and every slab; of several processes all, where it is left out.
         nvme_folder: a folder on an NVMe drive; without one, plans use host memory instead.
         nvme_folders: several, on drives of their own, in place of one (a,b on the command line).
         on_nvme: what of every layer lives there: `all`, `none`, or some of state, lo, gradient and hi
@@ -468,6 +468,43 @@ class RunConfig(_Group):
     wandb: Annotated[str, pydantic.Field(min_length=1)] | None = None
 
 
+def _address(value: Any) -> Any:
+    if isinstance(value, str) and not re.fullmatch(r"\S+:\d{1,5}", value):
+        raise ValueError("must be HOST:PORT")
+    return value
+
+
+class DistributedConfig(_Group):
+    """Several processes that train one model together, each on devices of its own (docs/distributed.md).
+
+    Under SLURM, MPI or an indexed job of Kubernetes nothing has to be set: they find each other.
+
+    Attributes:
+        coordinator: HOST:PORT at which process 0 can be reached, where no launcher tells it.
+        processes: how many there are; 1 stays alone whatever a launcher says.
+        process: which of them this is, from 0.
+        timeout_seconds: for which all may get nowhere in a step before the run ends, naming the process that
+            is the least far; also how long they wait for each other at the beginning. A dead process is
+            noticed after 30 s.
+    """
+
+    coordinator: Annotated[str, pydantic.BeforeValidator(_address)] | None = None
+    processes: PositiveInt | None = None
+    process: NonNegativeInt | None = None
+    timeout_seconds: Annotated[float, pydantic.Field(gt=0)] = 600.0
+
+    @pydantic.model_validator(mode="after")
+    def _all_or_none(self) -> DistributedConfig:
+        by_hand = self.coordinator is not None
+        if by_hand and (self.processes is None or self.process is None):
+            raise ValueError("coordinator needs processes (how many) and process (which one it is) beside it")
+        if not by_hand and self.process is not None:
+            raise ValueError("process needs coordinator (HOST:PORT of process 0) beside it")
+        if self.process is not None and self.processes is not None and self.process >= self.processes:
+            raise ValueError(f"process ({self.process}) must be below processes ({self.processes})")
+        return self
+
+
 class Config(_Group):
     """Everything a training run depends on."""
 
@@ -478,6 +515,7 @@ class Config(_Group):
     training: TrainingConfig = TrainingConfig()
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     run: RunConfig = RunConfig()
+    distributed: DistributedConfig = DistributedConfig()
 
     @pydantic.model_validator(mode="after")
     def _fits_together(self) -> Config:
@@ -495,8 +533,8 @@ class Config(_Group):
 
 
 def digest(config: Config) -> str:
-    """SHA-256 in hexadecimal of a configuration without the place of its records."""
-    values = config.model_dump(mode="json", exclude={"run"})
+    """SHA-256 in hexadecimal of a configuration without the place of its records and its processes."""
+    values = config.model_dump(mode="json", exclude={"run", "distributed"})
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

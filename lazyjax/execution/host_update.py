@@ -8,11 +8,12 @@ NVMe passes through copies; the schedule bounds how many are in use.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from lazyjax.optim.base import HostOptimizer, HostState
-from lazyjax.specs import Part
+from lazyjax.specs import Part, item_bytes, slab_part
 from lazyjax.storage.host import HostStore, LayerSlabs
 from lazyjax.storage.nvme import Drive
 
@@ -63,6 +64,15 @@ class HostUpdates:
             if Part.STATE in self._owned.on_nvme(layer):
                 return {name: array.copy() for name, array in arrays[Part.STATE].items()}
             return arrays[Part.STATE]
+
+    def state_bytes_before(self, layer: int) -> dict[str, int]:
+        """By array, the bytes of a layer's state that belong to the parts of its slab before the one here."""
+        whole = self._store.whole_layouts[layer]
+        before = slab_part(whole, 0, self._store.share.elements(whole.length).start)
+        return {
+            name: math.prod(shape) * item_bytes(dtype)
+            for name, (shape, dtype) in self._optimizer.describe_state(before).items()
+        }
 
     @contextlib.contextmanager
     def reading(self, layer: int) -> Iterator[tuple[LayerSlabs, HostState]]:

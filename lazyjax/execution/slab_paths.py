@@ -18,10 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array
+
+from lazyjax.execution.shards import local_parts, put_parts, read_part, share_of
+from lazyjax.specs import Share
 
 #: Copies of one shape under way; a third waits for the first.
 _SLOTS = 2
@@ -39,7 +41,7 @@ class SlabPath(Protocol):
     """One way."""
 
     def send(self, halves: Sequence[np.ndarray]) -> Sequence[Array]:
-        """Starts the copies of a slab's halves, in the device's sharding."""
+        """Starts the copies of a slab's halves, or of what is held of them, in the device's sharding."""
         ...
 
     def close(self) -> None:
@@ -55,7 +57,7 @@ class Pageable:
 
     def send(self, halves: Sequence[np.ndarray]) -> Sequence[Array]:
         """Starts the copies."""
-        return jax.device_put(list(halves), self._device, may_alias=False)
+        return put_parts(halves, self._device)
 
     def close(self) -> None:
         """Holds nothing."""
@@ -88,7 +90,7 @@ class Mapped:
                 except Exception as error:  # jaxlib raises plain RuntimeErrors of its own making
                     raise PathError(f"{half.nbytes} bytes cannot be pinned: {error}") from error
                 self._mapped[address] = half.nbytes
-        return jax.device_put(list(halves), self._device, may_alias=False)
+        return put_parts(halves, self._device)
 
     def close(self) -> None:
         """Unmaps all slabs."""
@@ -105,6 +107,7 @@ class Ring:
 
     def __init__(self, device: NamedSharding, *, threads: int = 8) -> None:
         self._device = device
+        self._share = share_of(device.mesh)
         self._host = device.with_memory_kind("pinned_host")
         self._threads = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="staging")
         self._slots: dict[tuple[int, np.dtype[Any]], list[Array]] = {}
@@ -122,14 +125,14 @@ class Ring:
         """A pinned buffer that holds `half`; waits for the copy that last left it."""
         slots = self._slots.setdefault((half.size, half.dtype), [])
         if len(slots) < _SLOTS:
-            buffer = jax.block_until_ready(jax.device_put(jnp.zeros(half.size, half.dtype), self._host))
+            (buffer,) = jax.block_until_ready(put_parts([np.zeros(half.size, half.dtype)], self._host))
         else:
             buffer = slots.pop(0)
             jax.block_until_ready(self._leaving.pop(id(buffer)))
         slots.append(buffer)
         copies = []
-        for shard in buffer.addressable_shards:
-            target, source = _bytes_of(shard.data), half[shard.index].view(np.uint8)
+        for place, piece in local_parts(buffer, self._share):
+            target, source = _bytes_of(piece), half[place].view(np.uint8)
             for start in range(0, source.size, _CHUNK_BYTES):
                 chunk = slice(start, start + _CHUNK_BYTES)
                 copies.append(self._threads.submit(np.copyto, target[chunk], source[chunk]))
@@ -206,7 +209,7 @@ def fastest_path(
     rates, refused = {}, []
     for name, make in candidates.items():
         try:
-            rates[name] = sample_bytes / _seconds(make(device), slab)
+            rates[name] = sample_bytes / _seconds(make(device), slab, share_of(device.mesh))
         except Exception as error:  # whatever a driver says to it, there are other ways
             refused.append(f"{name} failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
     if not rates:
@@ -215,7 +218,7 @@ def fastest_path(
     return PathChoice(best, "; ".join([f"the fastest of {', '.join(rates)}", *refused]), rates)
 
 
-def _seconds(path: SlabPath, slab: np.ndarray) -> float:
+def _seconds(path: SlabPath, slab: np.ndarray, share: Share) -> float:
     """The shortest of a few copies.
 
     Raises:
@@ -223,7 +226,7 @@ def _seconds(path: SlabPath, slab: np.ndarray) -> float:
     """
     try:
         (arrived,) = jax.block_until_ready(path.send([slab]))
-        if not np.array_equal(np.asarray(arrived), slab):
+        if not np.array_equal(read_part(arrived, share), slab):
             raise PathError("other bytes arrived than were sent")
         del arrived
         times = []

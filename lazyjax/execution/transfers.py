@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from lazyjax.batch import Batch
 from lazyjax.execution.kernels import DeviceBatch, DeviceSlab
+from lazyjax.execution.shards import local_parts, put_parts, put_replicated, read_part, share_of
 from lazyjax.execution.slab_paths import Pageable, SlabPath
 from lazyjax.storage.host import LayerOnDrive, LayerSlabs
 
@@ -34,12 +35,13 @@ class Transfers:
     def __init__(
         self, sharded: NamedSharding, compute_dtype: str, *, path: SlabPath | None = None
     ) -> None:
-        self._device = sharded
+        self._device, self._share = sharded, share_of(sharded.mesh)
         self._plain = Pageable(sharded)
         self._path = self._plain if path is None else path
         self._host = sharded.with_memory_kind("pinned_host")
         self._replicated = NamedSharding(sharded.mesh, PartitionSpec())
         self._both_halves = compute_dtype == "float32"
+        self._shared = not sharded.is_fully_addressable
         self._device_is_host = sharded.mesh.devices.flat[0].platform == "cpu"
 
     def slab_to_device(self, slabs: LayerSlabs | LayerOnDrive, *, lasting: bool = True) -> DeviceSlab:
@@ -61,20 +63,21 @@ class Transfers:
         return tuple(self._plain.send(halves))
 
     def batch_to_device(self, batch: Batch) -> DeviceBatch:
-        """Starts the copy of one microbatch."""
+        """Starts the copy of one microbatch, which every process has whole, to its rows' devices."""
+        own = batch.slice_rows(*self._share.rows(batch.rows).indices(batch.rows)[:2])
         arrays = (
-            batch.tokens_BT,
-            batch.targets_BT,
-            batch.loss_mask_BT,
-            batch.segment_ids_BT,
-            batch.positions_BT,
+            own.tokens_BT,
+            own.targets_BT,
+            own.loss_mask_BT,
+            own.segment_ids_BT,
+            own.positions_BT,
         )
         contiguous = [np.ascontiguousarray(array) for array in arrays]
-        return DeviceBatch(*jax.device_put(contiguous, self._device, may_alias=False))
+        return DeviceBatch(*put_parts(contiguous, self._device))
 
     def scalar_to_device(self, value: float) -> Array:
         """A float32 scalar on every device."""
-        return jax.device_put(np.float32(value), self._replicated)
+        return put_replicated(np.float32(value), self._replicated)
 
     def to_host(self, arrays: Sequence[Array]) -> list[Array]:
         """Starts the copies of device arrays into pinned host memory."""
@@ -85,25 +88,31 @@ class Transfers:
         return jax.device_put(list(arrays), self._device)
 
     def to_bytes(self, array: Array) -> np.ndarray:
-        """The bytes of a pinned host array; waits for the copy that fills it."""
-        return np.ascontiguousarray(jax.device_get(array)).reshape(-1).view(np.uint8)
+        """The bytes of a pinned host array, or this process's of them; waits for the copy that fills it."""
+        return np.ascontiguousarray(read_part(array, self._share)).reshape(-1).view(np.uint8)
 
     def describe(self, array: Array) -> jax.ShapeDtypeStruct:
         """Shape and dtype of an array, without its contents."""
         return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
     def empty_bytes(self, like: jax.ShapeDtypeStruct) -> np.ndarray:
-        """Host memory for all bytes of such an array."""
-        return np.empty(math.prod(like.shape) * like.dtype.itemsize, np.uint8)
+        """Host memory for all bytes of such an array, or for this process's of them."""
+        return np.empty(math.prod(self._own_shape(like)) * like.dtype.itemsize, np.uint8)
 
     def from_bytes(self, raw: np.ndarray, like: jax.ShapeDtypeStruct) -> Array:
         """A pinned host array from bytes that were read back from NVMe."""
-        return jax.device_put(raw.view(like.dtype).reshape(like.shape), self._host)
+        own = raw.view(like.dtype).reshape(self._own_shape(like))
+        (array,) = put_parts([own], self._host) if self._shared else (jax.device_put(own, self._host),)
+        return array
+
+    def _own_shape(self, like: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+        own = self._share.elements(like.shape[0])
+        return (own.stop - own.start, *like.shape[1:])
 
     def into_slab(self, delivered: Array, gradient_N: np.ndarray) -> None:
         """Copies a gradient from pinned host memory, where it has arrived, into its slab."""
-        for shard in delivered.addressable_shards:
-            gradient_N[shard.index] = np.asarray(shard.data)
+        for place, piece in local_parts(delivered, self._share):
+            gradient_N[place] = np.asarray(piece)
 
     def read_scalars(self, values: Any) -> list[float]:
         """The values of scalar arrays; waits for the kernels that compute them."""

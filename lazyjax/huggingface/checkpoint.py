@@ -25,9 +25,9 @@ from lazyjax.huggingface.key_maps import (
     is_rest,
     key_map,
     output_table_key,
-    to_parameter,
 )
 from lazyjax.huggingface.parameters import ParameterStore
+from lazyjax.huggingface.partial import read_elements
 from lazyjax.huggingface.tensor_files import (
     CHUNK_BYTES,
     ELEMENT_BYTES,
@@ -36,7 +36,6 @@ from lazyjax.huggingface.tensor_files import (
     StoredTensor,
     read_chunks,
     read_header,
-    read_tensor,
 )
 from lazyjax.models.template import ModelTemplate
 
@@ -207,6 +206,8 @@ def load_into(
 ) -> Binding:
     """Reads the model's parameters into the store's master weights, one tensor at a time.
 
+    Of a tensor of which the store holds a part, that part is read.
+
     Returns:
         What was read from where, and what the checkpoint holds beside it.
 
@@ -222,14 +223,16 @@ def load_into(
     total = sum(tensor.bytes for tensor in binding.stored.values())
     not_finite: list[NonFinite] = []
     for entry in binding.entries:
-        tensor = binding.stored[entry.key]
-        stored = read_tensor(tensor)
-        found = count_nonfinite(stored)
-        if found:
-            not_finite.append(NonFinite(tensor.key, *found))
-        store.layers[entry.layer_index].set_master(entry.parameter, to_parameter(entry.transform, stored))
-        # Else it would live on beside the next tensor.
-        del stored
+        tensor, layer = binding.stored[entry.key], store.layers[entry.layer_index]
+        held = layer.range_of(entry.parameter)
+        if held:
+            elements = read_elements(tensor, entry.transform, held)
+            found = count_nonfinite(elements.stored)
+            if found:
+                not_finite.append(NonFinite(tensor.key, *found))
+            layer.set_elements(entry.parameter, elements.parameter, elements.first)
+            # Else it would live on beside the next tensor.
+            del elements
         if progress is not None:
             progress(entry.key, tensor.bytes, total)
     if not_finite:

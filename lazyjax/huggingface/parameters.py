@@ -32,6 +32,14 @@ class LayerParameters(ReadableLayer, Protocol):
         """Stores one parameter as fp32, without a copy of the whole."""
         ...
 
+    def range_of(self, segment_name: str) -> range:
+        """Which elements of a parameter are held here, in C order."""
+        ...
+
+    def set_elements(self, segment_name: str, value: np.ndarray, first: int) -> None:
+        """Stores those of them that are among `value`, the parameter's elements from `first` on."""
+        ...
+
 
 @runtime_checkable
 class ReadableStore(Protocol):

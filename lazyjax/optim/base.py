@@ -50,7 +50,11 @@ class HostOptimizer(Protocol):
         ...
 
     def describe_state(self, layout: SlabLayout) -> StateDescription:
-        """Array name -> (shape, dtype name) of the state of one layer; allocates nothing."""
+        """Array name -> (shape, dtype name) of the state of one layer; allocates nothing.
+
+        A layout may be of a part of a slab (`lazyjax.specs.slab_part`). Every array but the version is then a
+        flat vector, and those of successive parts are, one after another, that of the whole slab.
+        """
         ...
 
     def create_state(self, layout: SlabLayout) -> HostState:

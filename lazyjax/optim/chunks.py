@@ -40,8 +40,12 @@ def coded_chunks(layout: SlabLayout, min_8bit_size: int, eight_bit_fraction: flo
     filled = {True: 0, False: 0}
     for segment in layout.segments:
         padded = -(-segment.elements // BLOCK_ELEMENTS) * BLOCK_ELEMENTS
-        blocks = eight_bit_blocks(segment.elements, BLOCK_ELEMENTS, min_8bit_size, eight_bit_fraction)
-        border = segment.offset + blocks * BLOCK_ELEMENTS
+        # Decided for the tensor, also where the slab holds a part of it.
+        blocks = eight_bit_blocks(
+            segment.tensor_elements, BLOCK_ELEMENTS, min_8bit_size, eight_bit_fraction
+        )
+        coded_here = blocks * BLOCK_ELEMENTS - segment.first
+        border = segment.offset + min(max(coded_here, 0), padded)
         for begin, end, coded in (
             (segment.offset, border, True),
             (border, segment.offset + padded, False),

@@ -3,7 +3,8 @@
 Every layer owns three page-aligned flat vectors of the same length: the two halves of the fp32
 master weights (`hi` is what is streamed, see `lazyjax.storage.master`) and the gradient that the
 device sends back. Each of them is in memory for the whole run, or on NVMe with copies in memory
-while it is needed (`lazyjax.storage.owned`).
+while it is needed (`lazyjax.storage.owned`). One of several processes holds only the parts of its own
+devices (`lazyjax.specs.Share`); what is said here of a slab is then said of that part.
 
 Optimizer state belongs to `lazyjax.optim`; this module only knows where slabs are.
 """
@@ -17,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
-from lazyjax.specs import ModelSpec, Part, Segment, SlabLayout, slab_layout
+from lazyjax.specs import ModelSpec, Part, Segment, Share, SlabLayout, slab_layout
 from lazyjax.storage.buffers import Arrays
 from lazyjax.storage.master import join_master, split_master
 from lazyjax.storage.memory import NUMPY_DTYPES, HostMemoryError, aligned_zeros
@@ -26,7 +27,7 @@ from lazyjax.storage.owned import OwnedMemory
 
 __all__ = [
     "NUMPY_DTYPES", "HostMemoryError", "HostStore", "LayerOnDrive", "LayerSlabs", "aligned_zeros",
-    "allocate_host_store",
+    "allocate_host_store", "joined_chunks",
 ]  # fmt: skip
 
 #: Elements converted at a time when a tensor is stored.
@@ -72,37 +73,79 @@ class LayerSlabs:
         """
         segment = self._segment(segment_name)
         part = slice(segment.offset, segment.offset + segment.elements)
-        hi = arrange(self.hi[part].reshape(segment.shape))
-        lo = arrange(self.lo[part].reshape(segment.shape))
-        rows = max(1, _CHUNK_ELEMENTS * hi.shape[0] // hi.size)
-        for start in range(0, hi.shape[0], rows):
-            chunk = slice(start, start + rows)
-            yield join_master(np.ascontiguousarray(hi[chunk]), np.ascontiguousarray(lo[chunk]))
+        yield from joined_chunks(
+            self.hi[part].reshape(segment.shape), self.lo[part].reshape(segment.shape), arrange
+        )
 
     def set_master(self, segment_name: str, value: np.ndarray) -> None:
-        """Stores `value` (any float dtype, the segment's shape) as fp32 master weights.
+        """Stores `value` (any float dtype, the tensor's shape) as fp32 master weights.
+
+        Of a tensor of which the slab holds a part, that part is stored.
 
         Raises:
             KeyError: no such tensor. ValueError: another shape.
         """
         segment = self._segment(segment_name)
-        if value.shape != segment.shape:
-            raise ValueError(f"{segment_name}: shape {value.shape}, expected {segment.shape}")
+        if value.shape != segment.tensor_shape:
+            raise ValueError(f"{segment_name}: shape {value.shape}, expected {segment.tensor_shape}")
+        self.set_elements(segment_name, value, 0)
+
+    def range_of(self, segment_name: str) -> range:
+        """Which of a tensor's elements the slab holds; none of them where it is elsewhere."""
+        return _range_of(self.layout, segment_name)
+
+    def set_elements(self, segment_name: str, value: np.ndarray, first: int) -> None:
+        """Stores those elements of a tensor that the slab holds.
+
+        Args:
+            value: the tensor's elements from `first` on, in C order, in any shape and float dtype; at least
+                those of `range_of`.
+
+        Raises:
+            KeyError: none of it is here.
+        """
+        segment = self._segment(segment_name)
         # In chunks along the first axis: `value` may be a bf16 or transposed view of a large
         # tensor, and an fp32 copy of the whole would triple the memory it takes.
-        row_elements = segment.elements // segment.shape[0]
+        row_elements = value.size // value.shape[0]
         rows = max(1, _CHUNK_ELEMENTS // row_elements)
-        for start in range(0, segment.shape[0], rows):
-            flat = np.ascontiguousarray(value[start : start + rows], dtype=np.float32).reshape(-1)
-            first = segment.offset + start * row_elements
-            part = slice(first, first + flat.size)
-            split_master(flat, self.hi[part], self.lo[part])
+        begin, end = segment.first - first, segment.first - first + segment.elements
+        last_row = -(-end // row_elements)
+        for start in range(begin // row_elements, last_row, rows):
+            at = start * row_elements
+            chunk = value[start : min(start + rows, last_row)]
+            flat = np.ascontiguousarray(chunk, dtype=np.float32).reshape(-1)
+            self._put(segment, max(at, begin) - begin, flat[max(begin - at, 0) : end - at])
+
+    def _put(self, segment: Segment, start: int, flat: np.ndarray) -> None:
+        """Stores fp32 values from element `start` of a segment on."""
+        first = segment.offset + start
+        part = slice(first, first + flat.size)
+        split_master(flat, self.hi[part], self.lo[part])
 
     def _segment(self, name: str) -> Segment:
         for segment in self.layout.segments:
             if segment.name == name:
                 return segment
         raise KeyError(name)
+
+
+def _range_of(layout: SlabLayout, name: str) -> range:
+    for segment in layout.segments:
+        if segment.name == name:
+            return range(segment.first, segment.first + segment.elements)
+    return range(0)
+
+
+def joined_chunks(
+    hi: np.ndarray, lo: np.ndarray, arrange: Callable[[np.ndarray], np.ndarray]
+) -> Iterator[np.ndarray]:
+    """The fp32 values of both halves of a tensor as `arrange` orders them, some rows at a time."""
+    hi, lo = arrange(hi), arrange(lo)
+    rows = max(1, _CHUNK_ELEMENTS * hi.shape[0] // hi.size)
+    for start in range(0, hi.shape[0], rows):
+        chunk = slice(start, start + rows)
+        yield join_master(np.ascontiguousarray(hi[chunk]), np.ascontiguousarray(lo[chunk]))
 
 
 class LayerOnDrive:
@@ -146,6 +189,15 @@ class LayerOnDrive:
         self._masters().set_master(segment_name, value)
         self._store.held_changed()
 
+    def range_of(self, segment_name: str) -> range:
+        """As `LayerSlabs.range_of`."""
+        return _range_of(self.layout, segment_name)
+
+    def set_elements(self, segment_name: str, value: np.ndarray, first: int) -> None:
+        """As `LayerSlabs.set_elements`; written as `set_master` is."""
+        self._masters().set_elements(segment_name, value, first)
+        self._store.held_changed()
+
     def _masters(self) -> LayerSlabs:
         hi, lo = (self._store.held(self._index, part) for part in (Part.HI, Part.LO))
         return LayerSlabs(self.layout, hi, lo, np.empty(0, np.float32))
@@ -161,11 +213,14 @@ class HostStore:
     """The slabs of a whole model, in layer order, on the host and on NVMe.
 
     Args:
-        layouts: of every layer.
-        make: gives new slabs; asked when one is first needed on the host.
+        layouts: of every layer's whole slab.
+        make: gives new slabs, as long as what is held; asked when one is first needed on the host.
         on_nvme: what of every layer lives on `drive` from the beginning. It is all zeros.
+        share: what of every slab is held here.
 
     Attributes:
+        layouts: of what is held here.
+        whole_layouts: of the slabs that all processes hold together.
         owned: the slabs, and whatever else layers own and somebody adds there.
     """
 
@@ -178,8 +233,11 @@ class HostStore:
         *,
         on_nvme: Sequence[Collection[Part]] | None = None,
         drive: Drive | None = None,
+        share: Share = Share(),  # noqa: B008 - frozen
     ) -> None:
-        self.spec, self.layouts, self.gradient_dtype = spec, tuple(layouts), gradient_dtype
+        self.spec, self.gradient_dtype, self.share = spec, gradient_dtype, share
+        self.whole_layouts = tuple(layouts)
+        self.layouts = tuple(map(share.of, layouts))
         self.owned = OwnedMemory([frozenset(parts) for parts in on_nvme or ((),) * len(layouts)], drive)
         dtypes = {Part.HI: "uint16", Part.LO: "int16", Part.GRADIENT: gradient_dtype}
         for part, dtype in dtypes.items():
@@ -270,8 +328,13 @@ def allocate_host_store(
     decay_vectors: bool = False,
     on_nvme: Sequence[Collection[Part]] | None = None,
     drive: Drive | None = None,
+    share: Share | None = None,
 ) -> HostStore:
     """Maps zeroed slabs for every layer of `spec`, but for what lives on NVMe.
+
+    Args:
+        devices: that share every slab.
+        share: the devices among them whose parts are held here; None: all.
 
     Raises:
         HostMemoryError: naming the layer that did not fit.
@@ -287,9 +350,11 @@ def allocate_host_store(
 
     def make(part: Part, layer: int) -> np.ndarray:
         dtype, purpose = kinds[part]
-        return aligned_zeros(layouts[layer].length, dtype, purpose=f"{purpose} of {spec.layers[layer].name}")
+        length = held.of(layouts[layer]).length
+        return aligned_zeros(length, dtype, purpose=f"{purpose} of {spec.layers[layer].name}")
 
-    store = HostStore(spec, layouts, gradient_dtype, make, on_nvme=on_nvme, drive=drive)
+    held = Share(0, devices, devices) if share is None else share
+    store = HostStore(spec, layouts, gradient_dtype, make, on_nvme=on_nvme, drive=drive, share=held)
     for layer in range(len(layouts)):
         store.slabs(layer)  # mapped now, so that a refusal comes before anything is read
     return store

@@ -50,6 +50,7 @@ def make_request(
     *,
     microbatches: int | None = None,
     beside: Beside = NOTHING_BESIDE,
+    may_time: bool = True,
 ) -> Request:
     """The planner's question, for the machine in `plan.hardware`.
 
@@ -60,6 +61,7 @@ def make_request(
     Args:
         microbatches: parts of the batch, where their number is decided.
         beside: what the host has to hold beside what is planned.
+        may_time: whether kernels may be timed; else rates have to do.
 
     Raises:
         ProfileError: there is no such profile.
@@ -77,7 +79,7 @@ def make_request(
     request = dataclasses.replace(
         request, microbatches=microbatches, static_host_bytes=request.static_host_bytes + reserved
     )
-    if not measured:
+    if not (measured and may_time):
         return request
     # The request has checked that the batch can be split at all: now there are sizes to time.
     costs = _timed_costs(config, template, profile, kernels, console, microbatches)

@@ -4,6 +4,10 @@
         manifest.json     what was saved, with a checksum of every array and of itself
         layers/0007/      one Orbax checkpoint per layer: hi, lo and the optimizer's arrays, as bytes
 
+Of several processes each writes what it holds, as plain files in layers/0007/PROCESS/: Orbax would have them
+compare their paths over the devices, in the middle of training. One after another their arrays are those that
+one process would have written, so that any number of processes can read them.
+
 A checkpoint is written under another name, layer by layer from the slabs where they lie; every file and
 folder is synced before the rename that makes it one, and the parent after it. What is read is checked
 against the manifest before a byte of it is used. Arrays are stored without the padding rules of a device
@@ -26,16 +30,20 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lazyjax.optim.base import HostOptimizer, HostState
+from lazyjax.distributed.processes import Channel, PeerError, alone
+from lazyjax.execution.host_update import HostUpdates
+from lazyjax.optim.base import VERSION, HostOptimizer, HostState
 from lazyjax.specs import ModelSpec
-from lazyjax.storage.host import LayerSlabs
+from lazyjax.storage.host import HostStore, LayerSlabs
 
 #: Of manifest.json and of what lies beside it.
 FORMAT = 1
+#: The same, of several processes.
+FORMAT_OF_PARTS = 2
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL, _DELETED = ".partial-", ".deleted-"
@@ -112,6 +120,7 @@ class Checkpoint:
     plan: Mapping[str, Any]
     attention: str
     layers: tuple[Mapping[str, Any], ...]
+    devices: int | None = None
 
     def check_identity(self, mine: Identity) -> None:
         """ResumeError, naming what differs, if another model or optimizer is to be trained."""
@@ -129,31 +138,119 @@ class Checkpoint:
                 f"{mine.optimizer} has {mine.state_version!r}"
             )
 
-    def restore_layer(self, index: int, slabs: LayerSlabs, state: HostState) -> None:
-        """Reads one layer into its slabs and its optimizer state, in place.
+    def restore_layer(
+        self, index: int, slabs: LayerSlabs, state: HostState, place: Place | None = None
+    ) -> None:
+        """Reads one layer, or what is held here of it, into its slabs and its optimizer state, in place.
+
+        Args:
+            place: of what is held here; None: all of it.
 
         Raises:
             DamagedCheckpointError: naming the array; slabs and state may then hold a part of it.
         """
-        folder = self.path / "layers" / f"{index:04}"
-        recorded = self.layers[index]["arrays"]
         targets = _arrays(slabs, state)
-        if recorded.keys() != targets.keys():
-            raise DamagedCheckpointError(
-                f"{folder}: holds {', '.join(recorded)}; wanted {', '.join(targets)}"
-            )
-        loaded = _load(folder)
-        for name, target in targets.items():
-            raw = loaded[name] if name in loaded else np.empty(0, np.uint8)
-            if raw.size != recorded[name]["bytes"]:
-                raise DamagedCheckpointError(f"{folder}: {name} is incomplete")
-            if zlib.crc32(raw) != recorded[name]["crc32"]:
-                raise DamagedCheckpointError(f"{folder}: {name} has changed since it was saved (checksum)")
-            if recorded[name]["dtype"] != str(target.dtype):
+        place = place or Place(dict.fromkeys(targets, 0), last=True)
+        saved = self._saved_parts(index)
+        for recorded, folder, _ in saved:
+            if recorded.keys() != targets.keys():
                 raise DamagedCheckpointError(
-                    f"{folder}: {name} is {recorded[name]['dtype']}, not {target.dtype}"
+                    f"{folder}: holds {', '.join(recorded)}; wanted {', '.join(targets)}"
                 )
-            _copy_in(raw, target, f"{folder}: {name}")
+            for name, target in targets.items():
+                if recorded[name]["dtype"] != str(target.dtype):
+                    raise DamagedCheckpointError(
+                        f"{folder}: {name} is {recorded[name]['dtype']}, not {target.dtype}"
+                    )
+        for name, target in targets.items():
+            if name != _VERSION:
+                _raw(target)[:] = 0
+        begins = dict.fromkeys(targets, 0)
+        for recorded, folder, load in saved:
+            sizes = {name: recorded[name]["bytes"] for name in targets}
+            if any(place.needs(name, begins[name], sizes[name], targets[name].nbytes) for name in targets):
+                loaded = load(folder)
+                for name, target in targets.items():
+                    raw = _checked(loaded, recorded, name, folder)
+                    place.copy_in(raw, begins[name], target, name, folder)
+            begins = {name: begins[name] + sizes[name] for name in targets}
+
+    def _saved_parts(self, index: int) -> list[_SavedPart]:
+        folder, layer = self.path / "layers" / f"{index:04}", self.layers[index]
+        if "parts" not in layer:
+            return [_SavedPart(layer["arrays"], folder, _load)]
+        return [
+            _SavedPart(arrays, folder / str(process), _load_plain)
+            for process, arrays in enumerate(layer["parts"])
+        ]
+
+
+class _SavedPart(NamedTuple):
+    """What one process has saved of a layer: dtype, bytes and checksum by array, where, and its reader."""
+
+    arrays: Mapping[str, Mapping[str, Any]]
+    folder: pathlib.Path
+    load: Callable[[pathlib.Path], dict[str, np.ndarray]]
+
+
+class Place(NamedTuple):
+    """Where the arrays that are held here lie in those of all processes, one after another.
+
+    Attributes:
+        first: by array, the bytes before.
+        last: whether nothing follows.
+    """
+
+    first: Mapping[str, int]
+    last: bool
+
+    def needs(self, name: str, begin: int, size: int, held: int) -> bool:
+        """Whether bytes [begin, begin + size) of an array of which `held` are here concern this process."""
+        if name == _VERSION:
+            return self.first["hi"] == begin == 0
+        first, end = self.first[name], begin + size
+        return (begin < first + held and first < end) or (self.last and end > first + held)
+
+    def copy_in(
+        self, raw: np.ndarray, begin: int, target: np.ndarray, name: str, folder: pathlib.Path
+    ) -> None:
+        """Copies those of the saved bytes from `begin` on that belong here; zeros alone may lie beyond."""
+        mine = _raw(target)
+        if name == _VERSION:
+            # Every part has it whole, and whoever holds no beginning has made it itself.
+            if self.first["hi"] == begin == 0:
+                mine[: raw.size] = raw
+            return
+        at = begin - self.first[name]
+        if self.last and raw[max(mine.size - at, 0) :].any():
+            size = self.first[name] + mine.size
+            raise DamagedCheckpointError(
+                f"{folder}: {name} has {begin + raw.size} bytes, the slab of this run only {size}"
+            )
+        lower, upper = max(at, 0), min(at + raw.size, mine.size)
+        if lower < upper:
+            mine[lower:upper] = raw[lower - at : upper - at]
+
+
+def place_of(store: HostStore, updates: HostUpdates, layer: int) -> Place:
+    """The place of what this process holds of a layer."""
+    share, length = store.share, store.whole_layouts[layer].length
+    before = share.elements(length).start
+    first = {"hi": 2 * before, "lo": 2 * before}
+    first |= {f"state.{name}": size for name, size in updates.state_bytes_before(layer).items()}
+    return Place(first, share.last == share.devices)
+
+
+def _checked(
+    loaded: Mapping[str, np.ndarray], recorded: Mapping[str, Any], name: str, folder: pathlib.Path
+) -> np.ndarray:
+    """An array as it was saved."""
+    raw = loaded[name] if name in loaded else np.empty(0, np.uint8)
+    if raw.size != recorded[name]["bytes"]:
+        raise DamagedCheckpointError(f"{folder}: {name} is incomplete")
+    if zlib.crc32(raw) != recorded[name]["crc32"]:
+        raise DamagedCheckpointError(f"{folder}: {name} has changed since it was saved (checksum)")
+    return raw
 
 
 def save(
@@ -166,60 +263,102 @@ def save(
     plan: Mapping[str, Any],
     config: Mapping[str, Any],
     attention: str,
+    devices: int | None = None,
     layer_saved: Callable[[int], None] = lambda layer: None,
+    channel: Channel | None = None,
 ) -> pathlib.Path:
     """Writes a checkpoint of `position.step` into `folder`, which holds all of a run.
 
     Args:
         read_layer: opens a layer; what it owns must not change before `layer_saved` was called with it.
+        channel: of the processes that write it together; the first one makes it a checkpoint.
 
     Raises:
         CheckpointWriteError: nothing of it is left, unless the drive refuses even that.
     """
+    channel = channel or alone().main
     name = f"step-{position.step:08}"
-    target, partial = folder / name, folder / f"{_PARTIAL}{name}-{os.getpid()}"
+    target, partial = folder / name, None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        layers = []
-        for index, layer in enumerate(spec.layers):
-            with read_layer(index) as (slabs, state):
-                arrays = _arrays(slabs, state)
-                _save_arrays(partial / "layers" / f"{index:04}", arrays)
-                recorded = {
-                    key: {"dtype": str(array.dtype), "bytes": array.nbytes, "crc32": zlib.crc32(_raw(array))}
-                    for key, array in arrays.items()
-                }
-            layers.append({"name": layer.name, "arrays": recorded})
-            layer_saved(index)
-        files = {str(path.relative_to(partial)): path.stat().st_size for path in _files(partial)}
+        partial = folder / channel.decide(lambda: _begin(folder, name))
+        with channel.together():
+            layers = _save_layers(partial, spec, read_layer, channel, layer_saved)
+        parts = channel.exchange(layers)
+        if channel.count > 1:
+            layers = [
+                {"name": layer.name, "parts": [part[index]["arrays"] for part in parts]}
+                for index, layer in enumerate(spec.layers)
+            ]
         manifest = {
-            "format": FORMAT,
+            "format": FORMAT if channel.count == 1 else FORMAT_OF_PARTS,
             "lazyjax": importlib.metadata.version("lazyjax"),
             "position": dataclasses.asdict(position),
             "identity": dataclasses.asdict(identity),
             "plan": plan,
             "config": config,
             "attention": attention,
+            "devices": devices,
             "layers": layers,
-            "files": files,
         }
-        (partial / MANIFEST).write_text(json.dumps(manifest | {"crc32": _checksum(manifest)}))
-        _sync_tree(partial)
-        if target.exists():
-            # Saved before and found damaged: the run has come here again.
-            _delete(target)
-        os.rename(partial, target)
-        _sync(folder)
-        # The folder itself may be new.
-        _sync(folder.parent)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        channel.decide(lambda: _commit(partial, target, manifest))
+    except (OSError, PeerError) as error:
+        if partial is not None and channel.leads:
+            shutil.rmtree(partial, ignore_errors=True)
+        code = error.errno if isinstance(error, OSError) else None
         raise CheckpointWriteError(
-            error.errno, f"the checkpoint of step {position.step} cannot be written ({error})"
+            code, f"the checkpoint of step {position.step} cannot be written ({error})"
         ) from error
     return target
+
+
+def _begin(folder: pathlib.Path, name: str) -> str:
+    """Makes the folder that is written into, under a name that is no checkpoint's."""
+    partial = folder / f"{_PARTIAL}{name}-{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    return partial.name
+
+
+def _save_layers(
+    partial: pathlib.Path,
+    spec: ModelSpec,
+    read_layer: ReadLayer,
+    channel: Channel,
+    layer_saved: Callable[[int], None],
+) -> list[dict[str, Any]]:
+    """Writes what this process holds of every layer; gives what the manifest says of it."""
+    layers = []
+    for index, layer in enumerate(spec.layers):
+        folder = partial / "layers" / f"{index:04}"
+        with read_layer(index) as (slabs, state):
+            arrays = _arrays(slabs, state)
+            if channel.count == 1:
+                _save_arrays(folder, arrays)
+            else:
+                _save_plain(folder / str(channel.index), arrays)
+            recorded = {
+                key: {"dtype": str(array.dtype), "bytes": array.nbytes, "crc32": zlib.crc32(_raw(array))}
+                for key, array in arrays.items()
+            }
+        layers.append({"name": layer.name, "arrays": recorded})
+        layer_saved(index)
+    return layers
+
+
+def _commit(partial: pathlib.Path, target: pathlib.Path, manifest: dict[str, Any]) -> None:
+    """Makes what was written a checkpoint."""
+    files = {str(path.relative_to(partial)): path.stat().st_size for path in _files(partial)}
+    manifest = manifest | {"files": files}
+    (partial / MANIFEST).write_text(json.dumps(manifest | {"crc32": _checksum(manifest)}))
+    _sync_tree(partial)
+    if target.exists():
+        # Saved before and found damaged: the run has come here again.
+        _delete(target)
+    os.rename(partial, target)
+    _sync(target.parent)
+    # The folder itself may be new.
+    _sync(target.parent.parent)
 
 
 def open_checkpoint(path: pathlib.Path) -> Checkpoint:
@@ -237,7 +376,7 @@ def open_checkpoint(path: pathlib.Path) -> Checkpoint:
         raise DamagedCheckpointError(f"{manifest_path}: damaged ({error})") from error
     if not isinstance(manifest, dict) or "crc32" not in manifest or "format" not in manifest:
         raise DamagedCheckpointError(f"{manifest_path}: damaged (no manifest of a checkpoint)")
-    if manifest["format"] != FORMAT:
+    if manifest["format"] not in (FORMAT, FORMAT_OF_PARTS):
         raise DamagedCheckpointError(f"{path}: format {manifest['format']}; this version reads {FORMAT}")
     if manifest.pop("crc32") != _checksum(manifest):
         raise DamagedCheckpointError(f"{manifest_path}: damaged (checksum)")
@@ -254,6 +393,8 @@ def open_checkpoint(path: pathlib.Path) -> Checkpoint:
         manifest["plan"],
         manifest["attention"],
         tuple(manifest["layers"]),
+        # Earlier releases did not record it.
+        manifest["devices"] if "devices" in manifest else None,
     )
 
 
@@ -319,13 +460,24 @@ def _raw(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-def _copy_in(raw: np.ndarray, target: np.ndarray, name: str) -> None:
-    mine = _raw(target)
-    shared = min(raw.size, mine.size)
-    if raw[shared:].any():
-        raise DamagedCheckpointError(f"{name} has {raw.size} bytes, the slab of this run only {mine.size}")
-    mine[:shared] = raw[:shared]
-    mine[shared:] = 0
+_VERSION = f"state.{VERSION}"
+
+
+def _save_plain(folder: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """One file for each array, on the drive when this returns."""
+    folder.mkdir(parents=True)
+    for name, array in arrays.items():
+        with (folder / name).open("xb") as file:
+            file.write(_raw(array))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _load_plain(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    try:
+        return {path.name: np.fromfile(path, np.uint8) for path in folder.iterdir()}
+    except OSError as error:
+        raise DamagedCheckpointError(f"{folder}: cannot be read ({error})") from error
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 #: Asked politely: the running step is finished and everything is written.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -42,9 +42,16 @@ class StoppedAtOnce(KeyboardInterrupt):
 
 
 class StopRequest:
-    """Whether the run was asked to stop; true from the first signal (or the time limit) on."""
+    """Whether the run was asked to stop; true from the first signal (or the time limit) on.
 
-    def __init__(self) -> None:
+    Args:
+        exchange: where there are several processes, gives what each of them gives here. Then it is true from
+            the next `look` on, for all of them, whoever was asked.
+    """
+
+    def __init__(self, exchange: Callable[[str | None], Sequence[str | None]] | None = None) -> None:
+        self._exchange = exchange
+        self._common: str | None = None
         self._reason: str | None = None
         self._arrived = 0
         self._at_once: str | None = None
@@ -56,12 +63,18 @@ class StopRequest:
         self._reader = self._writer = -1
 
     def __bool__(self) -> bool:
-        return self._reason is not None
+        return self.reason is not None
 
     @property
     def reason(self) -> str | None:
         """The name of the first signal, `TIME_LIMIT`, or None."""
-        return self._reason
+        return self._reason if self._exchange is None else self._common
+
+    def look(self) -> None:
+        """Learns whether any process was asked to stop; all do so at the same places."""
+        if self._exchange is not None:
+            given = self._exchange(self._reason)
+            self._common = self._common or next((reason for reason in given if reason is not None), None)
 
     def time_is_up(self) -> None:
         """Asks for the end of the run as a signal does."""

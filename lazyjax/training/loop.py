@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from lazyjax.batch import Batch
+from lazyjax.distributed.processes import Processes, alone
 from lazyjax.execution.executor import NonFiniteStepsError, StepResult
 from lazyjax.hardware.load import other_cpu_seconds, read_cpus
 from lazyjax.huggingface.tensor_files import CheckpointError
@@ -30,7 +31,15 @@ from lazyjax.training.answering import ExactMatchMetrics, Stage
 from lazyjax.training.checkpoints import Position
 from lazyjax.training.display import Display
 from lazyjax.training.interrupt import StoppedAtOnce, StopRequest
-from lazyjax.training.metrics import CompileClock, EvaluationMetrics, MetricsLog, StepMetrics, step_metrics
+from lazyjax.training.metrics import (
+    CompileClock,
+    EvaluationMetrics,
+    Log,
+    MetricsLog,
+    NoLog,
+    StepMetrics,
+    step_metrics,
+)
 from lazyjax.training.records import write_somewhere
 from lazyjax.training.replanning import Replan
 from lazyjax.training.run_folder import RunFolder
@@ -144,6 +153,7 @@ class Trainer:
         max_seconds: of this process, after which the run is stopped as by a signal.
         find_nonfinite: names the parameters that hold values that are not finite.
         mirror: gets every record besides the files.
+        processes: that train together; only the first writes records.
     """
 
     def __init__(
@@ -165,14 +175,16 @@ class Trainer:
         max_seconds: float = math.inf,
         find_nonfinite: Callable[[], Sequence[object]] = tuple,
         mirror: Mirror = no_mirror,
+        processes: Processes | None = None,
     ) -> None:
+        self._processes = processes or alone()
         self._executor, self._batches, self._evaluation = executor, batches, evaluation
         self._schedule, self._parameter_count = schedule, parameter_count
         self._folder, self._display, self._facts = folder, display, dict(facts)
         self._after_step, self._save_model, self._answers = after_step, save_model, answers
         self._saver, self._begin, self._max_seconds = saver, start, max_seconds
         self._find_nonfinite, self._mirror = find_nonfinite, mirror
-        self._stop = StopRequest()
+        self._stop = StopRequest(self._processes.main.exchange if self._processes.several else None)
         self._steps: list[StepMetrics] = [] if start is None else list(start.steps)
         self._evaluations: list[EvaluationMetrics] = [] if start is None else list(start.evaluations)
         self._scores: list[ExactMatchMetrics] = [] if start is None else list(start.scores)
@@ -199,18 +211,12 @@ class Trainer:
     def _run(self, clock: CompileClock) -> dict[str, Any]:
         self._start = time.perf_counter()
         self._keep_summary("running")
-        log = MetricsLog(
-            self._folder.metrics,
-            self._folder.tensorboard,
-            self._display.say,
-            position=None if self._begin is None else self._begin.metrics,
-            first_step=0 if self._begin is None else self._last_step + 1,
-            mirror=self._mirror,
-        )
+        log = self._open_log()
         self._display.start()
         failure: BaseException | None = None
         try:
-            self._train(log, clock)
+            with self._processes.training(self._end_with_others):
+                self._train(log, clock)
         except BaseException as error:
             failure = error
             self._stop.writing("the records are being written")
@@ -230,24 +236,42 @@ class Trainer:
         if failure is not None:
             status, stopped = "failed", f"{type(failure).__name__}: {failure}"
         summary = self._summary(status, stopped, model)
-        write_somewhere(self._folder.summary, summary, self._display.say)
+        if self._processes.leads:
+            write_somewhere(self._folder.summary, summary, self._display.say)
         if failure is not None:
             raise failure
         return summary
+
+    def _open_log(self) -> Log:
+        if not self._processes.leads:
+            return NoLog()
+        return MetricsLog(
+            self._folder.metrics,
+            self._folder.tensorboard,
+            self._display.say,
+            position=None if self._begin is None else self._begin.metrics,
+            first_step=0 if self._begin is None else self._last_step + 1,
+            mirror=self._mirror,
+        )
+
+    def _end_with_others(self, reason: str) -> None:
+        """Another process has ended this run; called from another thread, with the process about to end."""
+        self._folder.write_summary(self._summary("failed", reason, None))
 
     @property
     def _last_step(self) -> int:
         return self._steps[-1].step if self._steps else 0
 
-    def _train(self, log: MetricsLog, clock: CompileClock) -> None:
+    def _train(self, log: Log, clock: CompileClock) -> None:
         first = self._last_step + 1
         self._look(self._last_step, log)
         for step in range(first, self._schedule.steps + 1):
+            self._stop.look()
             if self._stop:
                 break
             self._step(step, log, clock)
             self._look(step, log)
-            if self._saver is not None and self._saver.due(step) and not self._stop:
+            if self._saver is not None and self._is_due(self._saver, step) and not self._stop:
                 self._save(self._saver, log)
             if time.perf_counter() - self._start > self._max_seconds:
                 self._stop.time_is_up()
@@ -262,11 +286,16 @@ class Trainer:
             self._evaluate(self._last_step, log)
             self._save_last(log)
 
+    def _is_due(self, saver: Saver, step: int) -> bool:
+        """Whether a checkpoint is to be saved; where it goes by a clock, by that of the first process."""
+        due: bool = self._processes.main.decide(lambda: saver.due(step))
+        return due
+
     def _evaluation_is_due(self, step: int) -> bool:
         every = self._schedule.evaluate_every
         return bool(every) and step % every == 0 and step < self._schedule.steps
 
-    def _look(self, step: int, log: MetricsLog) -> None:
+    def _look(self, step: int, log: Log) -> None:
         """Evaluates and scores where that is due and, in a run that was resumed, not recorded already."""
         if step and not self._evaluation_is_due(step):
             return
@@ -275,7 +304,7 @@ class Trainer:
         if all(score.step != step for score in self._scores):
             self._answer("during" if step else "before", step, log)
 
-    def _save(self, saver: Saver, log: MetricsLog) -> None:
+    def _save(self, saver: Saver, log: Log) -> None:
         """Begins a checkpoint of the last step."""
         self._executor.flush()
         self._record(log.sync)
@@ -300,7 +329,7 @@ class Trainer:
         )
         saver.begin(position)
 
-    def _save_last(self, log: MetricsLog) -> None:
+    def _save_last(self, log: Log) -> None:
         """A run that was stopped can go on; one that is finished, if it has made checkpoints before."""
         saver = self._saver
         if saver is None or not saver.enabled:
@@ -320,7 +349,7 @@ class Trainer:
         else:
             self._saver.wait()
 
-    def _step(self, step: int, log: MetricsLog, clock: CompileClock) -> None:
+    def _step(self, step: int, log: Log, clock: CompileClock) -> None:
         start, compiled, cpus = time.perf_counter(), clock.seconds, read_cpus()
         learning_rate = float(self._schedule.learning_rates[step - 1])
         failure: NonFiniteStepsError | None = None
@@ -352,11 +381,12 @@ class Trainer:
             log.replan(outcome)
             self._display.replan(outcome)
 
-    def _evaluate(self, step: int, log: MetricsLog) -> None:
+    def _evaluate(self, step: int, log: Log) -> None:
         """Evaluates, unless someone waits for the run to stop: a part of the rows means nothing."""
         start = time.perf_counter()
         loss_sum, weight, target_tokens = 0.0, 0.0, 0
         for batch in self._evaluation():
+            self._stop.look()
             if self._stop:
                 return
             batch_loss, batch_weight = self._executor.evaluate(batch)
@@ -373,7 +403,7 @@ class Trainer:
         self._check_first(metrics.loss, "the loss of the first evaluation")
         self._keep_summary("running")
 
-    def _answer(self, stage: Stage, step: int, log: MetricsLog) -> None:
+    def _answer(self, stage: Stage, step: int, log: Log) -> None:
         """Scores answers to held-out rows, unless someone waits for the run to stop."""
         metrics = self._answers(stage, step, lambda: bool(self._stop))
         if metrics is not None:
@@ -382,7 +412,7 @@ class Trainer:
             self._display.exact_match(metrics)
             self._keep_summary("running")
 
-    def _last_answers(self, log: MetricsLog) -> Exception | None:
+    def _last_answers(self, log: Log) -> Exception | None:
         """Scores the trained model; that may take hours, so it is saved by now and a signal ends them."""
         self._stop.writing(None)
         try:

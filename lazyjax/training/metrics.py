@@ -16,7 +16,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -134,6 +134,65 @@ _COMPILE_EVENTS = (
     "/jax/core/compile/jaxpr_to_mlir_module_duration",
     "/jax/core/compile/backend_compile_duration",
 )
+
+
+@runtime_checkable
+class Log(Protocol):
+    """Where the loop puts its records; see `MetricsLog`."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Records one step."""
+        ...
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        """Records one evaluation."""
+        ...
+
+    def exact_match(self, metrics: ExactMatchMetrics) -> None:
+        """Records one score."""
+        ...
+
+    def replan(self, outcome: Replan) -> None:
+        """Records that the plan was solved again."""
+        ...
+
+    def position(self) -> dict[str, Any]:
+        """What has been recorded so far."""
+        ...
+
+    def sync(self) -> None:
+        """Hands the records to the drive."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is left."""
+        ...
+
+
+class NoLog:
+    """The log of a process whose records another one writes."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Nothing."""
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        """Nothing."""
+
+    def exact_match(self, metrics: ExactMatchMetrics) -> None:
+        """Nothing."""
+
+    def replan(self, outcome: Replan) -> None:
+        """Nothing."""
+
+    def position(self) -> dict[str, Any]:
+        """The beginning."""
+        return {"bytes": 0, "waiting": []}
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 class MetricsLog:

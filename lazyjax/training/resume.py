@@ -15,6 +15,7 @@ from typing import Any
 
 from lazyjax.config import Config, load_config
 from lazyjax.data.loader import Loader
+from lazyjax.distributed.processes import Channel
 from lazyjax.execution.executor import Executor
 from lazyjax.execution.host_update import HostUpdates
 from lazyjax.planning.plan.document import Plan, read_plan
@@ -27,13 +28,14 @@ from lazyjax.training.checkpoints import (
     ResumeError,
     list_checkpoints,
     open_checkpoint,
+    place_of,
 )
 from lazyjax.training.loop import Start
 from lazyjax.training.metrics import evaluations_of, read_records, scores_of, steps_of
 from lazyjax.training.run_folder import RunFolder
 
 #: What may differ from the run that is resumed: whole groups, and keys of others.
-CHANGEABLE_GROUPS = frozenset({"plan", "checkpoints"})
+CHANGEABLE_GROUPS = frozenset({"plan", "checkpoints", "distributed"})
 CHANGEABLE_KEYS: Mapping[str, frozenset[str]] = {
     "training": frozenset({"steps", "epochs", "evaluate_every", "log_every", "max_hours"}),
     "optimizer": frozenset({"threads"}),
@@ -92,10 +94,19 @@ class Resume:
         return config.model_copy(update={"plan": config.plan.model_copy(update={"replan_after_steps": None})})
 
     def start(
-        self, store: HostStore, executor: Executor, loader: Loader, say: Callable[[str], None]
+        self,
+        store: HostStore,
+        executor: Executor,
+        loader: Loader,
+        say: Callable[[str], None],
+        channel: Channel | None = None,
     ) -> Start:
-        """Puts slabs, optimizer state, counts and data in place; gives what was recorded until then."""
-        checkpoint = self.restore(store, executor.updates, say)
+        """Puts slabs, optimizer state, counts and data in place; gives what was recorded until then.
+
+        Args:
+            channel: of the processes that do so together.
+        """
+        checkpoint = self.restore(store, executor.updates, say, channel)
         position = checkpoint.position
         loader.restore(position.data)
         executor.continue_from(
@@ -105,32 +116,55 @@ class Resume:
         )
         source = RunFolder(self.source).metrics
         records = read_records(source, position.metrics)
-        if self.folder.path != self.source:
+        if self.folder.path != self.source and (channel is None or channel.leads):
             with source.open("rb") as file:
                 self.folder.metrics.write_bytes(file.read(position.metrics["bytes"]))
         return Start(steps_of(records), evaluations_of(records), scores_of(records), position.metrics)
 
-    def restore(self, store: HostStore, updates: HostUpdates, say: Callable[[str], None]) -> Checkpoint:
+    def plan_for(self, devices: int) -> Plan | None:
+        """`plan`, unless it was made for another number of devices."""
+        made_for = self.checkpoints[0].devices
+        return self.plan if made_for in (None, devices) else None
+
+    def restore(
+        self,
+        store: HostStore,
+        updates: HostUpdates,
+        say: Callable[[str], None],
+        channel: Channel | None = None,
+    ) -> Checkpoint:
         """Fills slabs and optimizer state, layer by layer, from the newest checkpoint that is whole.
+
+        Several processes take the newest that is whole for all of them.
 
         Raises:
             ResumeError: none is; the message names what is wrong with each.
         """
         reasons = list(self.skipped)
         for checkpoint in self.checkpoints:
-            try:
-                for layer in range(len(store.layouts)):
-                    with updates.writing(layer) as (slabs, state):
-                        checkpoint.restore_layer(layer, slabs, state)
-            except DamagedCheckpointError as error:
+            damage = _restore_all(checkpoint, store, updates)
+            found = [damage] if channel is None else channel.exchange(damage)
+            if any(found):
                 # The next one overwrites all of it.
-                reasons.append(str(error))
+                reasons += [reason for reason in dict.fromkeys(found) if reason is not None]
                 continue
             for reason in reasons:
                 say(f"skipped: {reason}")
             say(f"resumed after step {checkpoint.position.step} from {checkpoint.path}")
             return checkpoint
         raise _none(self.source, reasons)
+
+
+def _restore_all(checkpoint: Checkpoint, store: HostStore, updates: HostUpdates) -> str | None:
+    """What is wrong with a checkpoint; None where all that is held here was restored."""
+    try:
+        for layer in range(len(store.layouts)):
+            place = place_of(store, updates, layer)
+            with updates.writing(layer) as (slabs, state):
+                checkpoint.restore_layer(layer, slabs, state, place)
+    except DamagedCheckpointError as error:
+        return str(error)
+    return None
 
 
 def read_resume(run: pathlib.Path, overrides: Sequence[str] = ()) -> tuple[Config, Resume]:

@@ -5,7 +5,7 @@ plan.json       the plan in use at the end
 plan-until-step-N.json  the one before it, where a run planned again after step N and changed over
 metrics.jsonl   one JSON object per step and per evaluation
 tensorboard/    the same numbers for TensorBoard
-timeline.json   the last step's operations, for ui.perfetto.dev
+timeline.json   the last step's operations, for ui.perfetto.dev; of other processes timeline-process-N.json
 summary.json    how far the run is or how it ended, on which device, and its main figures
 model/          the trained model as a Hugging Face folder
 checkpoints/    what `lazyjax train --resume` goes on from (`lazyjax.training.checkpoints`)
@@ -40,9 +40,14 @@ class RunFolderError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths and writers of one run's records."""
+    """Paths and writers of one run's records.
+
+    Attributes:
+        process: of several processes, the one that holds this; only process 0 writes, but for timelines.
+    """
 
     path: pathlib.Path
+    process: int = 0
 
     @property
     def metrics(self) -> pathlib.Path:
@@ -65,7 +70,14 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def write_config(self, config: Config, *, after_step: int = 0) -> None:
-        """Writes config.yaml, with absolute paths; one that it replaces is kept, if it differs."""
+        """Writes config.yaml, with absolute paths; one that it replaces is kept, if it differs.
+
+        Where processes find each other, and which of them this is, is not part of it.
+        """
+        if self.process:
+            return
+        anywhere = {"coordinator": None, "processes": None, "process": None}
+        config = config.model_copy(update={"distributed": config.distributed.model_copy(update=anywhere)})
         # A record repeats the run from every working directory.
         text = dump_config(with_absolute_paths(config))
         current = self.path / "config.yaml"
@@ -77,6 +89,8 @@ class RunFolder:
 
     def write_plan(self, plan: Plan, *, after_step: int = 0) -> None:
         """Writes plan.json; the plan that it replaces after `after_step` steps is kept beside it."""
+        if self.process:
+            return
         current = self.path / "plan.json"
         new = self.path / ".plan.json.new"
         plan.save(new)
@@ -86,7 +100,7 @@ class RunFolder:
 
     def make_way_for_model(self, after_step: int) -> None:
         """Keeps the model that an interrupted run has written, when the resumed one writes its own."""
-        if self.model.exists():
+        if self.model.exists() and not self.process:
             self.model.rename(self.path / f"model-until-step-{after_step}")
 
     @contextlib.contextmanager
@@ -96,6 +110,9 @@ class RunFolder:
         Raises:
             RunFolderError: another one is writing.
         """
+        if self.process:
+            yield
+            return
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             try:
@@ -108,6 +125,8 @@ class RunFolder:
 
     def discard(self) -> None:
         """Takes back a folder of a run that has not begun: what was written before it, and nothing else."""
+        if self.process:
+            return
         for name in ("config.yaml", "plan.json"):
             (self.path / name).unlink(missing_ok=True)
         shutil.rmtree(self.path / "wandb", ignore_errors=True)
@@ -115,8 +134,9 @@ class RunFolder:
             self.path.rmdir()
 
     def write_timeline(self, timelines: Sequence[Timeline]) -> None:
-        """Writes timeline.json."""
-        write_perfetto(timelines, self.path / "timeline.json")
+        """Writes timeline.json, or that of this process."""
+        name = f"timeline-process-{self.process}.json" if self.process else "timeline.json"
+        write_perfetto(timelines, self.path / name)
 
     @property
     def summary(self) -> pathlib.Path:
@@ -125,7 +145,8 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replaces summary.json. OSError: it stays as it was."""
-        replace_file(self.summary, json.dumps(summary, indent=2) + "\n")
+        if not self.process:
+            replace_file(self.summary, json.dumps(summary, indent=2) + "\n")
 
 
 def create_run_folder(config: Config, model_name: str) -> RunFolder:

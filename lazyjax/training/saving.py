@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lazyjax.config import CheckpointsConfig
+from lazyjax.distributed.processes import Processes, alone
 from lazyjax.planning.plan.document import Plan
 from lazyjax.specs import ModelSpec
 from lazyjax.training import checkpoints
@@ -35,6 +36,8 @@ class Saver:
         plan: the one in use.
         seed, config: what the run was configured with.
         attention: the form that runs.
+        devices: that share every slab.
+        processes: that save together; the first one says so, and deletes old ones.
         say: tells the user, from another thread too.
     """
 
@@ -52,10 +55,14 @@ class Saver:
         config: Mapping[str, Any],
         attention: str,
         say: Callable[[str], None],
+        devices: int | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self._folder, self._spec, self._read_layer = folder, spec, read_layer
         self._identity, self._policy, self._config, self._say = identity, policy, config, say
-        self._attention = attention
+        self._attention, self._devices = attention, devices
+        # The thread decides by itself, beside what the main one does.
+        self._channel = (processes or alone()).channel("checkpoint")
         self.data_state, self._plan, self.seed = data_state, plan, seed
         self._thread: threading.Thread | None = None
         self._saved: Sequence[threading.Event] = ()
@@ -122,15 +129,19 @@ class Saver:
                 plan=plan.model_dump(mode="json"),
                 config=self._config,
                 attention=self._attention,
+                devices=self._devices,
                 layer_saved=layer_saved,
+                channel=self._channel,
             )
             self.last_step = position.step
             self._say(f"checkpoint {path} ({time.perf_counter() - start:.1f} s)")
-            checkpoints.prune(
-                self._folder, keep_last=self._policy.keep_last, keep_best=self._policy.keep_best
-            )
+            if self._channel.leads:
+                checkpoints.prune(
+                    self._folder, keep_last=self._policy.keep_last, keep_best=self._policy.keep_best
+                )
         except _AbandonedError:
-            checkpoints.clean(self._folder)
+            if self._channel.leads:
+                checkpoints.clean(self._folder)
         except CheckpointWriteError as error:
             self._say(f"WARNING: {error.strerror}; training goes on, checkpoints before it are whole")
         except OSError as error:

@@ -29,10 +29,12 @@ from lazyjax.data.batches import Batches, load_data_tokenizer, read_batches
 from lazyjax.data.chat import Tokenizer
 from lazyjax.data.loader import Loader
 from lazyjax.data.sources import problems_folder
+from lazyjax.distributed.processes import PeerError, Processes, start
 from lazyjax.execution.attention_choice import AttentionChoice, Shape, choose_attention
 from lazyjax.execution.build import checked_schedules, executor_of
 from lazyjax.execution.executor import Executor, StepResult
 from lazyjax.execution.kernels import Kernels, data_mesh, first_axis
+from lazyjax.execution.shards import share_of
 from lazyjax.execution.slab_paths import PathChoice, choose_path
 from lazyjax.hardware.devices import visible_devices
 from lazyjax.hardware.measure import device_label
@@ -42,6 +44,7 @@ from lazyjax.huggingface.checkpoint import Checkpoint, bind, load_into
 from lazyjax.huggingface.export import export
 from lazyjax.huggingface.find import open_model
 from lazyjax.huggingface.finite import nonfinite_tensors
+from lazyjax.huggingface.parameters import ReadableStore
 from lazyjax.huggingface.tensor_files import CheckpointError
 from lazyjax.models.architecture import Architecture
 from lazyjax.models.registry import build_template, init_parameters
@@ -50,6 +53,7 @@ from lazyjax.optim.base import HostOptimizer
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.make import make_host_optimizer, usable_cpus
 from lazyjax.planning.plan.document import Plan, uses_nvme
+from lazyjax.planning.program.schedule import Schedule
 from lazyjax.runs import RunError, read_run
 from lazyjax.specs import ModelSpec, Tier, item_bytes, slab_layout
 from lazyjax.storage.host import HostStore, allocate_host_store
@@ -60,6 +64,7 @@ from lazyjax.training.capacity import check_capacity, needed_bytes
 from lazyjax.training.checkpoints import Identity, identity_of
 from lazyjax.training.checks import check_machine
 from lazyjax.training.display import Display, format_bytes
+from lazyjax.training.gathering import Gathering
 from lazyjax.training.learning_rate import learning_rates
 from lazyjax.training.loop import Trainer, TrainingSchedule, no_answers, plan_facts
 from lazyjax.training.replanning import Replan, make_replanner
@@ -71,6 +76,13 @@ from lazyjax.training.screens import plan_sentences, same_device, show_closing, 
 from lazyjax.training.start_plan import Choice, choose
 from lazyjax.training.status import say
 from lazyjax.training.streams import silence_when_closed
+from lazyjax.training.together import (
+    check_same,
+    common_folder,
+    console_of,
+    for_processes,
+    mesh_devices,
+)
 from lazyjax.training.wandb_log import Mirror, WandbError, WandbLog, check_installed, no_mirror
 
 
@@ -165,7 +177,8 @@ def _fill_store(store: HostStore, template: ModelTemplate, checkpoint: Checkpoin
         key = jax.random.key(seed)
         for index, slabs in enumerate(store.layers):
             for name, value in init_parameters(template, index, key).items():
-                slabs.set_master(name, value)
+                if slabs.range_of(name):
+                    slabs.set_master(name, value)
     store.settle()
 
 
@@ -185,6 +198,8 @@ class _Inputs:
     """What a configuration names, read and checked; nothing large is allocated.
 
     Attributes:
+        config: with what follows from the processes (`lazyjax.training.together.for_processes`).
+        given: as it was given.
         chat_template: what rows are written with, where it is not the tokenizer's own.
         state_bytes: of parameters, gradients and optimizer state.
         runtime: with which the devices were opened.
@@ -192,6 +207,8 @@ class _Inputs:
     """
 
     config: Config
+    given: Config
+    processes: Processes
     template: ModelTemplate
     attention: AttentionChoice
     checkpoint: Checkpoint | None
@@ -217,13 +234,17 @@ class _Inputs:
             decay_vectors=self.config.optimizer.decay_vectors,
             on_nvme=[layer.on_nvme for layer in plan.layers],
             drive=drive,
+            share=share_of(self.mesh),
         )
         if fill:
             _fill_store(store, self.template, self.checkpoint, self.config.training.seed)
         return store
 
-    def save_model(self, folder: RunFolder, store: HostStore, begun_after: int) -> pathlib.Path:
-        """Writes the model as it is now, with its tokenizer, into the run folder."""
+    def save_model(self, folder: RunFolder, gathering: Gathering, begun_after: int) -> pathlib.Path:
+        """Writes the model as it is now, with its tokenizer, into the run folder; all processes call this."""
+        return pathlib.Path(gathering.read(lambda store: str(self._write_model(folder, store, begun_after))))
+
+    def _write_model(self, folder: RunFolder, store: ReadableStore, begun_after: int) -> pathlib.Path:
         folder.make_way_for_model(begun_after)
         stop = chat.end_of_turn_id(self.tokenizer)
         return export(
@@ -265,23 +286,31 @@ class _Inputs:
             )
 
 
-def _read_inputs(config: Config, resume: Resume | None) -> _Inputs:
+def _read_inputs(
+    given: Config, processes: Processes, runtime: RuntimeSettings, resume: Resume | None
+) -> _Inputs:
     """Opens and checks all that a configuration names.
 
     Raises:
         ValueError: (SetupError, DataError, CheckpointError, ResumeError, ...)
     """
-    check_installed(config)
-    runtime = set_runtime(os.environ, deterministic=config.training.deterministic)
-    model, checkpoint = read_architecture(config)
+    check_installed(given)
+    model, checkpoint = read_architecture(given)
     devices = visible_devices()
-    attention = choose_attention(
-        # Which form was faster may come out otherwise now, and sums in another order.
-        config.model.attention if resume is None else resume.attention,
-        # One row is enough to tell which form is faster.
-        Shape.of(model, 1, config.data.sequence_length, config.model.compute_dtype),
-        packed=config.data.batching == "packed",
-        platform=devices[0].platform,
+    config = for_processes(given, processes)
+    attention = AttentionChoice(
+        *processes.main.decide(
+            lambda: dataclasses.astuple(
+                choose_attention(
+                    # Which form was faster may come out otherwise now, and sums in another order.
+                    config.model.attention if resume is None else resume.attention,
+                    # One row is enough to tell which form is faster.
+                    Shape.of(model, 1, config.data.sequence_length, config.model.compute_dtype),
+                    packed=config.data.batching == "packed",
+                    platform=devices[0].platform,
+                )
+            )
+        )
     )
     template = build_template(model, attention.name)
     if checkpoint is not None:
@@ -289,9 +318,9 @@ def _read_inputs(config: Config, resume: Resume | None) -> _Inputs:
     spec = template.spec
     if config.plan.devices > len(devices):
         raise SetupError(f"plan.devices is {config.plan.devices}, but JAX sees {len(devices)} device(s)")
-    mesh = data_mesh(devices[: config.plan.devices])
+    mesh = data_mesh(mesh_devices(config, processes, devices))
     slab_path = choose_path(first_axis(mesh), platform=devices[0].platform)
-    check_machine(config, template, devices[0])
+    check_machine(config, template, jax.local_devices()[0])
     optimizer = make_optimizer(config)
     state_bytes = training_state_bytes(
         spec, optimizer, gradient_dtype=config.optimizer.gradient_dtype, devices=mesh.size
@@ -315,12 +344,12 @@ def _read_inputs(config: Config, resume: Resume | None) -> _Inputs:
     if resume is not None:
         resume.check_length(schedule.steps)
         batches.training.restore(resume.position.data)
-        config = resume.without_past(config)
+        config, given = resume.without_past(config), resume.without_past(given)
     _check_replanning(config, schedule.steps)
     _check_disk(config, spec, optimizer)
     return _Inputs(
-        config, template, attention, checkpoint, mesh, optimizer, identity, tokenizer, tokenizer_folder,
-        chat_template, batches, questions, schedule, state_bytes, runtime, slab_path,
+        config, given, processes, template, attention, checkpoint, mesh, optimizer, identity, tokenizer,
+        tokenizer_folder, chat_template, batches, questions, schedule, state_bytes, runtime, slab_path,
     )  # fmt: skip
 
 
@@ -335,41 +364,44 @@ def prepare(config: Config, console: Console, resume: Resume | None = None) -> I
         ValueError: (SetupError, PlanError, DataError, CheckpointError, ...) before anything large is
             allocated and anything is written.
     """
-    inputs = _read_inputs(config, resume)
+    # Before the first device is opened.
+    runtime = set_runtime(os.environ, deterministic=config.training.deterministic)
+    with start(config.distributed).running() as processes, contextlib.ExitStack() as stack:
+        yield _prepare(config, console_of(processes, console), resume, runtime, processes, stack)
+
+
+def _prepare(
+    config: Config,
+    console: Console,
+    resume: Resume | None,
+    runtime: RuntimeSettings,
+    processes: Processes,
+    stack: contextlib.ExitStack,
+) -> Prepared:
+    """See `prepare`; `stack` closes what is opened."""
+    with processes.main.together():
+        inputs = _read_inputs(config, processes, runtime, resume)
+    check_same(processes, config, inputs.batches.training.state())
     # Last, because measuring and solving may take minutes.
     kernels = Kernels(
         inputs.template, inputs.mesh, config.model.compute_dtype, config.optimizer.gradient_dtype
     )
-    known = None if resume is None else resume.plan
     beside = Beside(config.checkpoints.enabled, inputs.batches.training.held_bytes)
-    choice = choose(inputs.config, inputs.template, kernels, console, known, beside)
+    choice = _choose(inputs, kernels, console, resume, beside)
     schedules = checked_schedules(kernels, inputs.optimizer)
-    check_capacity(
-        needed_bytes(schedules(choice.plan, choice.plan.sequence_length), beside, devices=inputs.mesh.size),
-        optimizer_name=inputs.optimizer.name,
-        nvme_folders=config.plan.drives,
-        host_bytes=config.plan.host_bytes,
-    )
-    with contextlib.ExitStack() as stack:
-        folder = _open_folder(config, inputs, resume)
+    with processes.main.together():
+        schedule = schedules(choice.plan, choice.plan.sequence_length)
+        _check_capacity(inputs, schedule, beside)
+    folder = common_folder(processes, lambda: _open_folder(config, inputs, resume).path)
+    with processes.main.together():
         stack.enter_context(folder.locked())
         if resume is None:
             folder.write_plan(choice.plan)
-        inputs.show(console, choice.plan, folder)
-        drive = None
-        if uses_nvme(choice.plan):
-            drive = open_drives(config.plan.drives, run=folder.path.name)
-            stack.callback(drive.close)
-        try:
-            store = inputs.allocate(choice.plan, drive, fill=resume is None)
-            mirror = _open_mirror(config, folder, stack, console)
-        except (CheckpointError, WandbError):
-            # Weights are looked at while they are read; what cannot be trained leaves no run behind.
-            if resume is None:
-                folder.discard()
-            raise
-        slab_path = inputs.slab_path.open(kernels.sharded)
-        stack.callback(slab_path.close)
+    inputs.show(console, choice.plan, folder)
+    store, drive, mirror = _allocate(inputs, choice.plan, folder, console, resume, stack)
+    slab_path = inputs.slab_path.open(kernels.sharded)
+    stack.callback(slab_path.close)
+    with processes.main.together():
         executor = executor_of(
             kernels,
             choice.plan,
@@ -383,9 +415,68 @@ def prepare(config: Config, console: Console, resume: Resume | None = None) -> I
             slab_path=slab_path,
         )
         stack.callback(executor.close)
-        trainer = _make_trainer(inputs, choice, kernels, executor, folder, console, resume, mirror)
-        stack.callback(trainer.close)
-        yield Prepared(trainer, inputs.template, store, folder, executor)
+    if processes.watch is not None:
+        watch = processes.watch
+        executor.on_operation = lambda operation: watch.advance()
+    trainer = _make_trainer(inputs, choice, kernels, executor, folder, console, resume, mirror)
+    stack.callback(trainer.close)
+    return Prepared(trainer, inputs.template, store, folder, executor)
+
+
+def _choose(
+    inputs: _Inputs, kernels: Kernels, console: Console, resume: Resume | None, beside: Beside
+) -> Choice:
+    """The plan to start with; of several processes the first makes it, for all."""
+    known = None if resume is None else resume.plan_for(inputs.mesh.size)
+    processes = inputs.processes
+    if not processes.several:
+        return choose(inputs.config, inputs.template, kernels, console, known, beside)
+    plan = processes.main.decide(
+        lambda: choose(
+            inputs.config, inputs.template, None, console, known, beside, may_time=False
+        ).plan.model_dump(mode="json")
+    )
+    return Choice(Plan.model_validate(plan), None)
+
+
+def _check_capacity(inputs: _Inputs, schedule: Schedule, beside: Beside) -> None:
+    """Whether this host holds what the plan keeps there for the devices of all processes on it."""
+    config, share, here = inputs.config, share_of(inputs.mesh), inputs.processes.here
+    check_capacity(
+        needed_bytes(
+            schedule,
+            beside._replace(data_bytes=here * beside.data_bytes),
+            devices=here * (share.last - share.first),
+        ),
+        optimizer_name=inputs.optimizer.name,
+        nvme_folders=config.plan.drives,
+        host_bytes=config.plan.host_bytes,
+    )
+
+
+def _allocate(
+    inputs: _Inputs,
+    plan: Plan,
+    folder: RunFolder,
+    console: Console,
+    resume: Resume | None,
+    stack: contextlib.ExitStack,
+) -> tuple[HostStore, Drive | None, Mirror]:
+    """The slabs, the drive where the plan uses one, and where records go besides the folder."""
+    config, main, drive = inputs.config, inputs.processes.main, None
+    try:
+        with main.together():
+            if uses_nvme(plan):
+                drive = open_drives(config.plan.drives, run=folder.path.name)
+                stack.callback(drive.close)
+            store = inputs.allocate(plan, drive, fill=resume is None)
+            mirror = _open_mirror(config, folder, stack, console)
+    except (CheckpointError, WandbError, PeerError):
+        # Weights are looked at while they are read; what cannot be trained leaves no run behind.
+        if resume is None:
+            folder.discard()
+        raise
+    return store, drive, mirror
 
 
 def _make_trainer(
@@ -400,6 +491,8 @@ def _make_trainer(
 ) -> Trainer:
     config, spec, store = inputs.config, inputs.template.spec, executor.store
     display = Display(console, steps=inputs.schedule.steps, log_every=config.training.log_every)
+    processes = inputs.processes
+    gathering = Gathering(processes, store, inputs.mesh)
     replanner = make_replanner(config, inputs.template.in_chunks(choice.plan.token_chunk), choice)
     saver = Saver(
         folder.checkpoints,
@@ -410,14 +503,16 @@ def _make_trainer(
         data_state=inputs.batches.training.state,
         plan=lambda: executor.plan,
         seed={"weights": config.training.seed, "data": config.data.seed},
-        config=config.model_dump(mode="json"),
+        config=inputs.given.model_dump(mode="json"),
         attention=inputs.attention.name,
+        devices=inputs.mesh.size,
+        processes=processes,
         say=display.say,
     )
     executor.updates.before_change = saver.fence
     start = None
     if resume is not None:
-        start = resume.start(store, executor, inputs.batches.training, display.say)
+        start = resume.start(store, executor, inputs.batches.training, display.say, processes.main)
         folder.write_plan(choice.plan, after_step=start.last_step)
         saver.resumed(start.last_step, here=resume.folder.path == resume.source)
     begun_after = 0 if start is None else start.last_step
@@ -441,19 +536,24 @@ def _make_trainer(
         display=display,
         facts=_facts(config, spec, choice, inputs),
         after_step=after_step,
-        save_model=(lambda: inputs.save_model(folder, store, begun_after)) if config.run.save_model else None,
+        save_model=(
+            (lambda: inputs.save_model(folder, gathering, begun_after)) if config.run.save_model else None
+        ),
         saver=saver,
         start=start,
         max_seconds=math.inf if hours is None else 3600 * hours,
         answers=answers,
-        find_nonfinite=lambda: nonfinite_tensors(inputs.template, store),
+        find_nonfinite=lambda: gathering.read(
+            lambda whole: [str(tensor) for tensor in nonfinite_tensors(inputs.template, whole)]
+        ),
         mirror=mirror,
+        processes=processes,
     )
 
 
 def _open_mirror(config: Config, folder: RunFolder, stack: contextlib.ExitStack, console: Console) -> Mirror:
     """Where records go besides the run folder; closed with `stack`."""
-    if config.run.wandb is None:
+    if config.run.wandb is None or folder.process:
         return no_mirror
     log = WandbLog(config, folder.path, lambda text: say(console, text))
     stack.callback(log.close)
@@ -490,6 +590,8 @@ def train(config: Config, console: Console, resume: Resume | None = None) -> dic
         executor = prepared.executor
         peak = executor.schedule.peak_bytes()[Tier.DEVICE]
         here = device_label(jax.devices()[0])
+        if prepared.folder.process:
+            return summary
         # Records that a full disk has kept from being written end no run.
         with contextlib.suppress(OSError, RunError):
             show_closing(console, executor.plan, read_run(prepared.folder.path), buffer_bytes=peak, here=here)
@@ -508,6 +610,7 @@ def _facts(config: Config, spec: ModelSpec, choice: Choice, inputs: _Inputs) -> 
         "device": device_label(device),
         "platform": device.platform,
         "devices": config.plan.devices,
+        **inputs.processes.facts(),
         "cpus": usable_cpus(),
         "other_cpus_while_calibrated": choice.other_cpus,
         "attention": attention.name,

@@ -67,6 +67,8 @@ def choose(
     console: Console | None = None,
     known: Plan | None = None,
     beside: Beside = NOTHING_BESIDE,
+    *,
+    may_time: bool = True,
 ) -> Choice:
     """`choose_plan`, with what is needed to plan again.
 
@@ -75,10 +77,13 @@ def choose(
         console: shows what is measured and solved; None: nothing is shown.
         known: the plan of a run that goes on; it is checked as a file's is.
         beside: what the host has to hold beside what is planned.
+        may_time: whether kernels may be timed here; else the machine's rates have to do.
     """
     if known is None and is_solved(config):
         template = template.in_chunks(config.plan.token_chunk)
-        request, others = _ask(config, template, kernels, console, config.plan.microbatches, beside)
+        request, others = _ask(
+            config, template, kernels, console, config.plan.microbatches, beside, may_time
+        )
         plan = _solve(config, dataclasses.replace(request, **given_fields(config)), console)
         _check_runs(plan, config, template.in_chunks(plan.token_chunk))
         return Choice(plan, request.at(plan), others)
@@ -94,7 +99,9 @@ def choose(
     predicts = plan.prediction is None and config.plan.hardware != AUTO
     if not (replans or predicts):
         return Choice(plan, None)
-    request, others = _ask(config, template, kernels, console, plan.microbatches, beside)
+    request, others = _ask(
+        config, template, kernels, console, plan.microbatches, beside, may_time
+    )
     if predicts:
         plan = plan.model_copy(update={"prediction": predict(request, plan)})
     return Choice(plan, request.at(plan) if replans else None, others)
@@ -107,10 +114,14 @@ def _ask(
     console: Console | None,
     microbatches: int | None,
     beside: Beside,
+    may_time: bool,
 ) -> tuple[Request, float | None]:
     """The planner's question, and the CPUs that others took while it was measured for it."""
     before = read_cpus()
-    request = make_request(config, template, kernels, console, microbatches=microbatches, beside=beside)
+    request = make_request(
+        config, template, kernels, console,
+        microbatches=microbatches, beside=beside, may_time=may_time,
+    )  # fmt: skip
     if config.plan.hardware not in (AUTO, CALIBRATE):
         return request, None
     others, cpus = other_cpus(before, read_cpus()), usable_cpus()

@@ -1,0 +1,117 @@
+"""What several processes do differently from one when a run is set up.
+
+Every process reads the same configuration, checkpoint and data; process 0 alone decides, writes and speaks.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from lazyjax.config import Config, ConfigError, digest
+from lazyjax.distributed.processes import Processes
+from lazyjax.training.calibration import CALIBRATE
+from lazyjax.training.run_folder import RunFolder, RunFolderError
+
+
+class DifferentInputsError(ValueError):
+    """Processes that were given different things."""
+
+
+def for_processes(config: Config, processes: Processes) -> Config:
+    """The configuration with what follows from the processes: devices, and threads of the host update.
+
+    Raises:
+        ConfigError: a key that several processes cannot follow, or devices that they do not have.
+    """
+    if not processes.several:
+        return config
+    _refuse(config)
+    there = jax.device_count()
+    devices = there if config.plan.devices == 1 else config.plan.devices
+    if devices > there or devices % processes.count:
+        raise ConfigError(
+            f"plan.devices is {devices}, but {processes.count} processes with {there} devices in all "
+            "each give an equal number of theirs"
+        )
+    plan = config.plan.model_copy(update={"devices": devices})
+    threads = config.optimizer.threads or processes.own_cpus()
+    optimizer = config.optimizer.model_copy(update={"threads": threads})
+    return config.model_copy(update={"plan": plan, "optimizer": optimizer})
+
+
+def _refuse(config: Config) -> None:
+    """What is decided or computed by one process alone so far."""
+    training = config.training
+    answers = (
+        training.evaluate_exact_match_rows, training.exact_match_rows_before, training.exact_match_rows_after
+    )  # fmt: skip
+    refused = {
+        "plan.replan_after_steps: a plan is not made again while several processes run": (
+            config.plan.replan_after_steps is not None
+        ),
+        f"plan.hardware {CALIBRATE}: kernels are timed by one process only; auto measures rates, or name a "
+        "profile": config.plan.hardware == CALIBRATE,
+        "training.evaluate_exact_match_rows: several processes generate no answers; `lazyjax evaluate RUN` "
+        "scores the trained model": any(answers),
+    }
+    for words, asked in refused.items():
+        if asked:
+            raise ConfigError(words)
+
+
+def mesh_devices(config: Config, processes: Processes, visible: Sequence[jax.Device]) -> list[jax.Device]:
+    """The devices that share the work: the first ones, as many of every process."""
+    if not processes.several:
+        return list(visible[: config.plan.devices])
+    each = config.plan.devices // processes.count
+    chosen = []
+    for process in range(processes.count):
+        own = [device for device in visible if device.process_index == process]
+        if len(own) < each:
+            raise ConfigError(f"plan.devices is {config.plan.devices}, but process {process} has {len(own)}")
+        chosen += own[:each]
+    return chosen
+
+
+def check_same(processes: Processes, config: Config, data: Any) -> None:
+    """Whether all processes have the same configuration and the same rows in the same order.
+
+    Raises:
+        DifferentInputsError: naming a process that has others than process 0.
+    """
+    given = processes.main.exchange([digest(config), data])
+    for process, (configuration, rows) in enumerate(given):
+        for what, theirs, first in (
+            ("another configuration", configuration, given[0][0]),
+            ("other rows of data", rows, given[0][1]),
+        ):
+            if theirs != first:
+                raise DifferentInputsError(f"process {process} has {what} than process 0")
+
+
+def common_folder(processes: Processes, make: Callable[[], pathlib.Path]) -> RunFolder:
+    """The run folder that process 0 makes, as this process may use it.
+
+    Raises:
+        RunFolderError: it cannot be made, or this process does not see it.
+    """
+    if not processes.several:
+        return RunFolder(make())
+    path = pathlib.Path(processes.main.decide(lambda: str(make().absolute())))
+    with processes.main.together():
+        if not path.is_dir():
+            raise RunFolderError(
+                f"{path}: process 0 has made this folder, process {processes.index} does not see it; "
+                "run.folder has to be on a drive that all of them share"
+            )
+    return RunFolder(path, process=processes.index)
+
+
+def console_of(processes: Processes, console: Console) -> Console:
+    """Where this process speaks: process 0 as it was asked to, the others nowhere."""
+    return console if processes.leads else Console(quiet=True)
