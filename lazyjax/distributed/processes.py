@@ -46,24 +46,35 @@ class Peer(NamedTuple):
 
     Attributes:
         machine: equal for processes that share a host's memory.
+        pids: equal for processes that see each other by number.
         cpus: those that it may use.
     """
 
     host: str
     machine: str
+    pids: str
     pid: int
     cpus: tuple[int, ...]
 
     @staticmethod
     def here() -> Peer:
         """The one that asks."""
-        try:
+        host, boot, pids = socket.gethostname(), "", ""
+        with contextlib.suppress(OSError):
             boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            pids = os.readlink("/proc/self/ns/pid")
+        return Peer(host, f"{host} {boot}", pids, os.getpid(), tuple(sorted(_cpus())))
+
+    def gone(self) -> bool:
+        """Whether the process, whose number means the same here, has ended."""
+        try:
+            stat = pathlib.Path(f"/proc/{self.pid}/stat").read_text()
+        except FileNotFoundError:
+            return True
         except OSError:
-            boot = ""
-        return Peer(
-            socket.gethostname(), f"{socket.gethostname()} {boot}", os.getpid(), tuple(sorted(_cpus()))
-        )
+            return False
+        # The command, in parentheses, may itself hold spaces and parentheses.
+        return stat.rpartition(")")[2].split()[0] in ("Z", "X")
 
 
 def _cpus() -> set[int]:
@@ -210,8 +221,18 @@ class Processes:
         self.main = self.channel("main")
         if self.watch is not None:
             here = self.main.exchange(Peer.here())
-            self.peers = tuple(Peer(host, machine, pid, tuple(cpus)) for host, machine, pid, cpus in here)
-            self.watch.start([f"process {i} ({p.host}, pid {p.pid})" for i, p in enumerate(self.peers)])
+            self.peers = tuple(Peer(*words, tuple(cpus)) for *words, cpus in here)
+            names = [f"process {i} ({peer.host}, pid {peer.pid})" for i, peer in enumerate(self.peers)]
+            self.watch.start(names, self._gone)
+
+    def _gone(self) -> list[int]:
+        """Processes on this host that have ended; of those on others only their silence tells."""
+        own = self.peers[self.index]
+        return [
+            index
+            for index, peer in enumerate(self.peers)
+            if own.pids and (peer.machine, peer.pids) == (own.machine, own.pids) and peer.gone()
+        ]
 
     @property
     def leads(self) -> bool:
@@ -279,7 +300,7 @@ class Processes:
 
 def alone() -> Processes:
     """One process."""
-    return Processes(0, 1, None, timeout_seconds=0)
+    return Processes(0, 1, None, timeout_seconds=0.0)
 
 
 _runs = 0

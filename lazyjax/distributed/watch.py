@@ -89,6 +89,7 @@ class Watch:
         self._store, self._keys, self._index, self._count = store, keys, index, count
         self._timeout_seconds, self._now, self._leave = timeout_seconds, now, leave
         self._names: Sequence[str] = [f"process {number}" for number in range(count)]
+        self._gone: Callable[[], Sequence[int]] = tuple
         self._beat = self._progress = 0
         self._training = False
         self._seen = [_Seen(now()) for _ in range(count)]
@@ -99,9 +100,14 @@ class Watch:
         self.ended: str | None = None
         self.on_end: Callable[[str], None] = lambda reason: None
 
-    def start(self, names: Sequence[str]) -> None:
-        """Begins; `names` are those of the processes, for messages."""
-        self._names = names
+    def start(self, names: Sequence[str], gone: Callable[[], Sequence[int]] = tuple) -> None:
+        """Begins.
+
+        Args:
+            names: of the processes, for messages.
+            gone: gives those that are known to have ended.
+        """
+        self._names, self._gone = names, gone
         self._seen = [_Seen(self._now()) for _ in range(self._count)]
         self._answered_at = self._now()
         self._thread = threading.Thread(target=self._run, name="watch-processes", daemon=True)
@@ -149,7 +155,7 @@ class Watch:
     def _run(self) -> None:
         while not self._stopped.wait(_BEAT_SECONDS):
             reason = self.look()
-            if reason is not None and not self._told:
+            if reason is not None and not self._told and not self._stopped.is_set():
                 self._end(reason)
                 return
 
@@ -175,6 +181,9 @@ class Watch:
         return self._dead(now) or self._hanging(now)
 
     def _dead(self, now: float) -> str | None:
+        for process in self._gone():
+            if process != self._index:
+                return f"{self._names[process]} has died"
         for process, seen in enumerate(self._seen):
             silent = now - seen.alive_at
             if process != self._index and silent > DEAD_SECONDS:

@@ -80,15 +80,17 @@ class LayerSlabs:
     def set_master(self, segment_name: str, value: np.ndarray) -> None:
         """Stores `value` (any float dtype, the tensor's shape) as fp32 master weights.
 
-        Of a tensor of which the slab holds a part, that part is stored.
+        Of a tensor of which the slab holds a part, that part is stored; it may also be given alone, flat.
 
         Raises:
             KeyError: no such tensor. ValueError: another shape.
         """
         segment = self._segment(segment_name)
-        if value.shape != segment.tensor_shape:
+        if value.shape not in (segment.tensor_shape, segment.shape):
             raise ValueError(f"{segment_name}: shape {value.shape}, expected {segment.tensor_shape}")
-        self.set_elements(segment_name, value, 0)
+        self.set_elements(
+            segment_name, value, 0 if value.shape == segment.tensor_shape else segment.first
+        )
 
     def range_of(self, segment_name: str) -> range:
         """Which of a tensor's elements the slab holds; none of them where it is elsewhere."""
