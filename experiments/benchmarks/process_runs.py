@@ -226,7 +226,8 @@ def _leave(prepared: Any, dump: pathlib.Path) -> None:
 
     store, updates = prepared.store, prepared.executor.updates
     index = prepared.folder.process
-    parameters, arrays = {}, []
+    parameters: dict[str, Any] = {}
+    arrays: list[np.ndarray] = []
     for layer in range(len(store.layouts)):
         with updates.reading(layer) as (slabs, state):
             parameters[f"layer-{layer}"] = join_master(slabs.hi, slabs.lo)

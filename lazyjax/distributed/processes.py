@@ -221,7 +221,9 @@ class Processes:
         self.main = self.channel("main")
         if self.watch is not None:
             here = self.main.exchange(Peer.here())
-            self.peers = tuple(Peer(*words, tuple(cpus)) for *words, cpus in here)
+            self.peers = tuple(
+                Peer(host, machine, pids, pid, tuple(cpus)) for host, machine, pids, pid, cpus in here
+            )
             names = [f"process {i} ({peer.host}, pid {peer.pid})" for i, peer in enumerate(self.peers)]
             self.watch.start(names, self._gone)
 
