@@ -450,7 +450,7 @@ def _check_capacity(inputs: _Inputs, schedule: Schedule, beside: Beside) -> None
         ),
         optimizer_name=inputs.optimizer.name,
         nvme_folders=config.plan.drives,
-        host_bytes=config.plan.host_bytes,
+        host_bytes=inputs.given.plan.host_bytes,
     )
 
 

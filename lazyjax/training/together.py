@@ -14,7 +14,9 @@ from rich.console import Console
 
 from lazyjax.config import Config, ConfigError, digest
 from lazyjax.distributed.processes import Processes
-from lazyjax.training.calibration import CALIBRATE
+from lazyjax.hardware.measure import capacities
+from lazyjax.hardware.profile import load_profile
+from lazyjax.training.calibration import AUTO, CALIBRATE
 from lazyjax.training.run_folder import RunFolder, RunFolderError
 
 
@@ -23,7 +25,7 @@ class DifferentInputsError(ValueError):
 
 
 def for_processes(config: Config, processes: Processes) -> Config:
-    """The configuration with what follows from the processes: devices, and threads of the host update.
+    """The configuration with what follows from the processes: devices, host memory, threads of the update.
 
     Raises:
         ConfigError: a key that several processes cannot follow, or devices that they do not have.
@@ -38,10 +40,23 @@ def for_processes(config: Config, processes: Processes) -> Config:
             f"plan.devices is {devices}, but {processes.count} processes with {there} devices in all "
             "each give an equal number of theirs"
         )
-    plan = config.plan.model_copy(update={"devices": devices})
+    planned: dict[str, Any] = {"devices": devices}
+    if processes.machines > 1:
+        planned["host_bytes"] = processes.machines * _host_bytes(config)
+    plan = config.plan.model_copy(update=planned)
     threads = config.optimizer.threads or processes.own_cpus()
     optimizer = config.optimizer.model_copy(update={"threads": threads})
     return config.model_copy(update={"plan": plan, "optimizer": optimizer})
+
+
+def _host_bytes(config: Config) -> int:
+    """What a plan may use of one host, where all hosts are like this one."""
+    if config.plan.host_bytes is not None:
+        return config.plan.host_bytes
+    if config.plan.hardware != AUTO:
+        return load_profile(config.plan.hardware).host_bytes
+    size, _ = capacities(jax.local_devices()[0])["host_bytes"]
+    return size
 
 
 def _refuse(config: Config) -> None:

@@ -13,6 +13,7 @@ import pytest
 from experiments.benchmarks import process_runs
 from lazyjax.config import Config, ConfigError, load_config
 from lazyjax.distributed.processes import Peer, Processes, alone
+from lazyjax.hardware.profile import load_profile
 from lazyjax.training.interrupt import StopRequest
 from lazyjax.training.run_folder import RunFolder
 from lazyjax.training.together import DifferentInputsError, check_same, for_processes
@@ -83,6 +84,17 @@ def test_all_devices_and_a_share_of_the_cpus_are_taken_where_nothing_is_said() -
     assert (resolved.plan.devices, resolved.optimizer.threads) == (4, 1)
     assert for_processes(given, alone()) is given
     assert for_processes(config("--plan.devices", "2"), several(2)).plan.devices == 2
+
+
+def test_a_plan_may_use_the_memory_of_every_host() -> None:
+    processes = several(2)
+    processes.peers = tuple(peer._replace(machine=str(peer.pid)) for peer in processes.peers)
+    assert for_processes(config("--plan.host-bytes", "3e9"), processes).plan.host_bytes == 6_000_000_000
+    assert for_processes(config("--plan.host-bytes", "3e9"), several(2)).plan.host_bytes == 3_000_000_000
+    measured = for_processes(config(), processes).plan.host_bytes
+    assert measured is not None
+    named = for_processes(config("--plan.hardware", "h200"), processes).plan.host_bytes
+    assert named == 2 * load_profile("h200").host_bytes
 
 
 def test_a_process_with_other_rows_is_named() -> None:
