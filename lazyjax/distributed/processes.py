@@ -11,6 +11,7 @@ decides something has a channel of its own.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -91,7 +92,7 @@ class Channel:
         store: None where there is one process.
 
     Attributes:
-        told: the error of this process that the others know of.
+        told: an error that all processes know of, because this one has told it or because all have it.
     """
 
     def __init__(self, name: str, index: int, count: int, store: Store | None, watch: Watch | None) -> None:
@@ -165,6 +166,8 @@ class Channel:
         assert self._store is not None
         self._number += 1
         here = f"{self._name}/{self._number}"
+        if self._watch is not None:
+            self._watch.advance()
         if self._index:
             self._send(f"{here}/{self._index}", json.dumps(word))
             return json.loads(self._receive(f"{here}/all"))
@@ -202,6 +205,11 @@ class Channel:
 class Processes:
     """All processes of this run; one of them is this one.
 
+    Args:
+        store: None where there is one process.
+        timeout_seconds: see `Watch`.
+        number: of this run among those of this Python process, so that no two use the same keys.
+
     Attributes:
         index, count: number of this process, and how many there are.
         peers: by index.
@@ -209,15 +217,22 @@ class Processes:
         watch: None where there is one process.
     """
 
-    def __init__(self, index: int, count: int, store: Store | None, *, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        index: int,
+        count: int,
+        store: Store | None = None,
+        *,
+        timeout_seconds: float = 0.0,
+        number: int = 0,
+    ) -> None:
         self.index, self.count, self._store = index, count, store
         self.peers: tuple[Peer, ...] = (Peer.here(),)
         self.watch: Watch | None = None
-        run = "alone"
+        self._run = f"lazyjax/{number}"
         if store is not None:
-            run = f"lazyjax/{_next_run()}"
-            self.watch = Watch(store, f"{run}/watch", index, count, timeout_seconds=timeout_seconds)
-        self._run = run
+            keys = f"{self._run}/watch"
+            self.watch = Watch(store, keys, index, count, timeout_seconds=timeout_seconds)
         self.main = self.channel("main")
         if self.watch is not None:
             here = self.main.exchange(Peer.here())
@@ -292,7 +307,11 @@ class Processes:
             yield self
             self.main.exchange("end")
         except BaseException as error:
-            if self.watch is not None and not isinstance(error, PeerError) and error is not self.main.told:
+            if self.watch is not None and (isinstance(error, PeerError) or error is self.main.told):
+                # All know of it, and leave together: the service of process 0 is needed until then.
+                with contextlib.suppress(PeerError, JaxRuntimeError):
+                    self.main.exchange("end")
+            elif self.watch is not None:
                 self.watch.tell(error)
             raise
         finally:
@@ -302,17 +321,11 @@ class Processes:
 
 def alone() -> Processes:
     """One process."""
-    return Processes(0, 1, None, timeout_seconds=0.0)
+    return Processes(0, 1)
 
 
-_runs = 0
-
-
-def _next_run() -> int:
-    """Runs of this Python process, so that no two use the same keys; equal in all processes of a run."""
-    global _runs
-    _runs += 1
-    return _runs
+#: Numbers of the runs of this Python process, the same in all processes that run them.
+_numbers = itertools.count(1)
 
 
 def start(config: DistributedConfig, environment: Mapping[str, str] | None = None) -> Processes:
@@ -328,7 +341,7 @@ def start(config: DistributedConfig, environment: Mapping[str, str] | None = Non
     by_hand = config.coordinator is not None
     if not by_hand and (config.processes == 1 or launcher(environment) is None):
         if not jax.distributed.is_initialized():
-            return Processes(0, 1, None, timeout_seconds=config.timeout_seconds)
+            return alone()
     elif not jax.distributed.is_initialized():
         _initialize(config, None if by_hand else launcher(environment))
     # `jax.process_count` would open the devices.
@@ -338,7 +351,13 @@ def start(config: DistributedConfig, environment: Mapping[str, str] | None = Non
     if config.processes not in (None, state.num_processes):
         raise ConfigError(f"distributed.processes is {config.processes}, but there are {state.num_processes}")
     store = state.client if state.num_processes > 1 else None
-    return Processes(state.process_id, state.num_processes, store, timeout_seconds=config.timeout_seconds)
+    return Processes(
+        state.process_id,
+        state.num_processes,
+        store,
+        timeout_seconds=config.timeout_seconds,
+        number=next(_numbers),
+    )
 
 
 def launcher(environment: Mapping[str, str]) -> str | None:

@@ -235,6 +235,9 @@ class Trainer:
         status: Status = "finished" if stopped is None else "interrupted"
         if failure is not None:
             status, stopped = "failed", f"{type(failure).__name__}: {failure}"
+        if isinstance(failure, NonFiniteStepsError | NonFiniteModelError):
+            # Losses and norms are common, so all processes have met it.
+            self._processes.main.told = failure
         summary = self._summary(status, stopped, model)
         if self._processes.leads:
             write_somewhere(self._folder.summary, summary, self._display.say)

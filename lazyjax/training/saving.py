@@ -62,7 +62,8 @@ class Saver:
         self._identity, self._policy, self._config, self._say = identity, policy, config, say
         self._attention, self._devices = attention, devices
         # The thread decides by itself, beside what the main one does.
-        self._channel = (processes or alone()).channel("checkpoint")
+        self._processes = processes or alone()
+        self._channel = self._processes.channel("checkpoint")
         self.data_state, self._plan, self.seed = data_state, plan, seed
         self._thread: threading.Thread | None = None
         self._saved: Sequence[threading.Event] = ()
@@ -115,6 +116,8 @@ class Saver:
     def _save(self, position: Position, plan: Plan) -> None:
         def layer_saved(layer: int) -> None:
             self._saved[layer].set()
+            if self._processes.watch is not None:
+                self._processes.watch.advance()
             if self._abandoned:
                 raise _AbandonedError
 

@@ -381,7 +381,8 @@ def _prepare(
     """See `prepare`; `stack` closes what is opened."""
     with processes.main.together():
         inputs = _read_inputs(config, processes, runtime, resume)
-    check_same(processes, config, inputs.batches.training.state())
+    saved = [] if resume is None else [checkpoint.path.name for checkpoint in resume.checkpoints]
+    check_same(processes, config, inputs.batches.training.state(), saved)
     # Last, because measuring and solving may take minutes.
     kernels = Kernels(
         inputs.template, inputs.mesh, config.model.compute_dtype, config.optimizer.gradient_dtype

@@ -19,6 +19,9 @@ from lazyjax.hardware.profile import load_profile
 from lazyjax.training.calibration import AUTO, CALIBRATE
 from lazyjax.training.run_folder import RunFolder, RunFolderError
 
+#: What all processes give of themselves has to be equal.
+_SAME = ("another configuration", "other rows of data", "other checkpoints")
+
 
 class DifferentInputsError(ValueError):
     """Processes that were given different things."""
@@ -93,20 +96,19 @@ def mesh_devices(config: Config, processes: Processes, visible: Sequence[jax.Dev
     return chosen
 
 
-def check_same(processes: Processes, config: Config, data: Any) -> None:
-    """Whether all processes have the same configuration and the same rows in the same order.
+def check_same(processes: Processes, config: Config, data: Any, checkpoints: Sequence[str] = ()) -> None:
+    """Whether all processes have the same configuration, rows in the same order, and the same checkpoints.
 
     Raises:
         DifferentInputsError: naming a process that has others than process 0.
     """
-    given = processes.main.exchange([digest(config), data])
-    for process, (configuration, rows) in enumerate(given):
-        for what, theirs, first in (
-            ("another configuration", configuration, given[0][0]),
-            ("other rows of data", rows, given[0][1]),
-        ):
-            if theirs != first:
-                raise DifferentInputsError(f"process {process} has {what} than process 0")
+    given = processes.main.exchange([digest(config), data, list(checkpoints)])
+    for process, theirs in enumerate(given):
+        for number, what in enumerate(_SAME):
+            if theirs[number] != given[0][number]:
+                error = DifferentInputsError(f"process {process} has {what} than process 0")
+                processes.main.told = error
+                raise error
 
 
 def common_folder(processes: Processes, make: Callable[[], pathlib.Path]) -> RunFolder:

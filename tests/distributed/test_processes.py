@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from lazyjax.config import ConfigError, DistributedConfig, load_config
@@ -136,3 +138,40 @@ def test_one_process_can_be_asked_for_under_a_launcher() -> None:
 def test_places_that_do_not_fit_together_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, ["--model.architecture", "Qwen2.5-0.5B", *words])
+
+
+def test_processes_of_a_run_leave_together_after_an_error_that_all_know() -> None:
+    """Nobody is told a second time, which would end the others while they write their records."""
+    store = MemoryStore()
+
+    def work(index: int) -> Processes:
+        processes = Processes(index, 2, store, timeout_seconds=100.0)
+        with processes.running():
+            assert [peer.pid for peer in processes.peers] == [os.getpid()] * 2
+            with processes.main.together():
+                if index:
+                    raise ValueError("no such file")
+        return processes
+
+    found = in_processes(2, work)
+    assert [type(error) for error in found] == [PeerError, ValueError]
+    assert not [key for key in store.values if "/failed/" in key]
+
+
+def test_an_error_of_one_process_alone_is_told_before_it_ends() -> None:
+    store = MemoryStore()
+    # Process 0 has heard of it: nobody waits.
+    store.values["lazyjax/0/watch/known/0"] = "1"
+
+    def work(index: int) -> None:
+        processes = Processes(index, 2, store, timeout_seconds=100.0)
+        if index:
+            with processes.running():
+                raise OSError("no space left")
+        assert processes.watch is not None
+        processes.watch.stop()
+
+    found = in_processes(2, work)
+    assert [type(error) for error in found] == [type(None), OSError]
+    told = [value for key, value in store.values.items() if key.endswith("/failed/1")]
+    assert told == ["OSError: no space left"]
