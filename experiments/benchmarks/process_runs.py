@@ -422,21 +422,24 @@ def wait_for_checkpoint(place: pathlib.Path) -> None:
         time.sleep(0.1)
 
 
-def killing(folder: pathlib.Path, count: int, victim: int) -> tuple[bool, list[str]]:
-    """One process is killed after a checkpoint; the others end with a message, and the run goes on."""
+def killing(
+    folder: pathlib.Path, count: int, victim: int, how: signal.Signals = signal.SIGKILL
+) -> tuple[bool, list[str]]:
+    """One process is killed or frozen after a checkpoint: the others end with a line, and the run goes on."""
     keys = {
         "optimizer.name": "hybrid8bit", "checkpoints.every-steps": "2", "training.steps": "100000",
         "training.evaluate-rows": "0",
     }  # fmt: skip
-    name = f"killed-{victim}"
+    name = f"{how.name}-{victim}"
     started = start(arguments(folder, name, keys), count=count, devices=1)
     place = folder / "runs" / name / "checkpoints"
     wait_for_checkpoint(place.parent)
-    started[victim].send_signal(signal.SIGKILL)
+    started[victim].send_signal(how)
     begun = time.monotonic()
     others = [process for index, process in enumerate(started) if index != victim]
     ended = finish(others)
     seconds = time.monotonic() - begun
+    started[victim].kill()
     finish([started[victim]])
     # With process 0 its coordination service dies, and JAX ends the others at once, in its own words.
     words = f"process {victim} " if victim else "the leader task"
@@ -447,7 +450,7 @@ def killing(folder: pathlib.Path, count: int, victim: int) -> tuple[bool, list[s
     resumed += ["--training.steps", str(step + 2)]
     (again,) = finish(start(resumed, count=1, devices=1))
     rows = [
-        f"process {victim} of {count} killed (SIGKILL): the others ended after {seconds:.1f} s, "
+        f"process {victim} of {count} got {how.name}: the others ended after {seconds:.1f} s, "
         f"{'naming it' if named else 'WITHOUT NAMING IT'}; the checkpoint of step {step} "
         f"{'goes on in one process' if again.code == 0 else 'CANNOT BE RESTORED'}",
         *[f"    {line}" for line in ended[0].text.splitlines() if words in line][:1],
@@ -455,7 +458,7 @@ def killing(folder: pathlib.Path, count: int, victim: int) -> tuple[bool, list[s
     return named and failed and seconds < 60 and again.code == 0, rows
 
 
-TABLES = ("equality", "bytes", "resume", "stop", "kill", "kill-first")
+TABLES = ("equality", "bytes", "resume", "stop", "kill", "kill-first", "freeze")
 
 
 def main() -> int:
@@ -482,6 +485,7 @@ def main() -> int:
             "stop": lambda: stopping(folder, counts[0], counts[0] - 1),
             "kill": lambda: killing(folder, counts[0], counts[0] - 1),
             "kill-first": lambda: killing(folder, counts[0], 0),
+            "freeze": lambda: killing(folder, counts[0], 1, signal.SIGSTOP),
         }
         for table in options.only:
             passed, rows = tables[table]()

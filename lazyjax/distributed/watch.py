@@ -101,12 +101,7 @@ class Watch:
         self.on_end: Callable[[str], None] = lambda reason: None
 
     def start(self, names: Sequence[str], gone: Callable[[], Sequence[int]] = tuple) -> None:
-        """Begins.
-
-        Args:
-            names: of the processes, for messages.
-            gone: gives those that are known to have ended.
-        """
+        """Begins; `names` of the processes are for messages, `gone` gives those known to have ended."""
         self._names, self._gone = names, gone
         self._seen = [_Seen(self._now()) for _ in range(self._count)]
         self._answered_at = self._now()

@@ -34,11 +34,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lazyjax.distributed.processes import Channel, PeerError, alone
-from lazyjax.execution.host_update import HostUpdates
-from lazyjax.optim.base import VERSION, HostOptimizer, HostState
+from lazyjax.distributed.channel import Channel, PeerError
+from lazyjax.distributed.processes import alone
+from lazyjax.optim.base import HostOptimizer, HostState
 from lazyjax.specs import ModelSpec
-from lazyjax.storage.host import HostStore, LayerSlabs
+from lazyjax.storage.host import LayerSlabs
+from lazyjax.training.places import VERSION_ARRAY, DamagedCheckpointError, Place, raw_bytes
 
 #: Of manifest.json and of what lies beside it.
 FORMAT = 1
@@ -54,10 +55,6 @@ ReadLayer = Callable[[int], contextlib.AbstractContextManager[tuple[LayerSlabs, 
 
 class CheckpointWriteError(OSError):
     """A checkpoint could not be written; those before it are as they were."""
-
-
-class DamagedCheckpointError(ValueError):
-    """A checkpoint that is not what was saved; the message names the file or array."""
 
 
 class ResumeError(ValueError):
@@ -163,8 +160,8 @@ class Checkpoint:
                         f"{folder}: {name} is {recorded[name]['dtype']}, not {target.dtype}"
                     )
         for name, target in targets.items():
-            if name != _VERSION:
-                _raw(target)[:] = 0
+            if name != VERSION_ARRAY:
+                raw_bytes(target)[:] = 0
         begins = dict.fromkeys(targets, 0)
         for recorded, folder, load in saved:
             sizes = {name: recorded[name]["bytes"] for name in targets}
@@ -191,54 +188,6 @@ class _SavedPart(NamedTuple):
     arrays: Mapping[str, Mapping[str, Any]]
     folder: pathlib.Path
     load: Callable[[pathlib.Path], dict[str, np.ndarray]]
-
-
-class Place(NamedTuple):
-    """Where the arrays that are held here lie in those of all processes, one after another.
-
-    Attributes:
-        first: by array, the bytes before.
-        last: whether nothing follows.
-    """
-
-    first: Mapping[str, int]
-    last: bool
-
-    def needs(self, name: str, begin: int, size: int, held: int) -> bool:
-        """Whether bytes [begin, begin + size) of an array of which `held` are here concern this process."""
-        if name == _VERSION:
-            return self.first["hi"] == begin == 0
-        first, end = self.first[name], begin + size
-        return (begin < first + held and first < end) or (self.last and end > first + held)
-
-    def copy_in(
-        self, raw: np.ndarray, begin: int, target: np.ndarray, name: str, folder: pathlib.Path
-    ) -> None:
-        """Copies those of the saved bytes from `begin` on that belong here; zeros alone may lie beyond."""
-        mine = _raw(target)
-        if name == _VERSION:
-            # Every part has it whole, and whoever holds no beginning has made it itself.
-            if self.first["hi"] == begin == 0:
-                mine[: raw.size] = raw
-            return
-        at = begin - self.first[name]
-        if self.last and raw[max(mine.size - at, 0) :].any():
-            size = self.first[name] + mine.size
-            raise DamagedCheckpointError(
-                f"{folder}: {name} has {begin + raw.size} bytes, the slab of this run only {size}"
-            )
-        lower, upper = max(at, 0), min(at + raw.size, mine.size)
-        if lower < upper:
-            mine[lower:upper] = raw[lower - at : upper - at]
-
-
-def place_of(store: HostStore, updates: HostUpdates, layer: int) -> Place:
-    """The place of what this process holds of a layer."""
-    share, length = store.share, store.whole_layouts[layer].length
-    before = share.elements(length).start
-    first = {"hi": 2 * before, "lo": 2 * before}
-    first |= {f"state.{name}": size for name, size in updates.state_bytes_before(layer).items()}
-    return Place(first, share.last == share.devices)
 
 
 def _checked(
@@ -338,7 +287,7 @@ def _save_layers(
             else:
                 _save_plain(folder / str(channel.index), arrays)
             recorded = {
-                key: {"dtype": str(array.dtype), "bytes": array.nbytes, "crc32": zlib.crc32(_raw(array))}
+                key: {"dtype": str(array.dtype), "bytes": array.nbytes, "crc32": zlib.crc32(raw_bytes(array))}
                 for key, array in arrays.items()
             }
         layers.append({"name": layer.name, "arrays": recorded})
@@ -455,20 +404,12 @@ def _arrays(slabs: LayerSlabs, state: HostState) -> dict[str, np.ndarray]:
     return {"hi": slabs.hi, "lo": slabs.lo} | {f"state.{name}": array for name, array in state.items()}
 
 
-def _raw(array: np.ndarray) -> np.ndarray:
-    """The array's own bytes, not a copy of them."""
-    return array.reshape(-1).view(np.uint8)
-
-
-_VERSION = f"state.{VERSION}"
-
-
 def _save_plain(folder: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
     """One file for each array, on the drive when this returns."""
     folder.mkdir(parents=True)
     for name, array in arrays.items():
         with (folder / name).open("xb") as file:
-            file.write(_raw(array))
+            file.write(raw_bytes(array))
             file.flush()
             os.fsync(file.fileno())
 
@@ -510,7 +451,7 @@ def _save_arrays(folder: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None
     try:
         with _context() as ocp:
             # It refuses empty arrays, which an optimizer may have for a layer.
-            ocp.save(folder, {name: _raw(array) for name, array in arrays.items() if array.size})
+            ocp.save(folder, {name: raw_bytes(array) for name, array in arrays.items() if array.size})
     except OSError:
         raise
     except Exception as error:  # of TensorStore: ValueError and others, with the drive's words in it

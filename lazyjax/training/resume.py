@@ -15,7 +15,7 @@ from typing import Any
 
 from lazyjax.config import Config, load_config
 from lazyjax.data.loader import Loader
-from lazyjax.distributed.processes import Channel
+from lazyjax.distributed.channel import Channel
 from lazyjax.execution.executor import Executor
 from lazyjax.execution.host_update import HostUpdates
 from lazyjax.planning.plan.document import Plan, read_plan
@@ -28,10 +28,10 @@ from lazyjax.training.checkpoints import (
     ResumeError,
     list_checkpoints,
     open_checkpoint,
-    place_of,
 )
 from lazyjax.training.loop import Start
 from lazyjax.training.metrics import evaluations_of, read_records, scores_of, steps_of
+from lazyjax.training.places import place_of
 from lazyjax.training.run_folder import RunFolder
 
 #: What may differ from the run that is resumed: whole groups, and keys of others.

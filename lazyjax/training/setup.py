@@ -29,7 +29,9 @@ from lazyjax.data.batches import Batches, load_data_tokenizer, read_batches
 from lazyjax.data.chat import Tokenizer
 from lazyjax.data.loader import Loader
 from lazyjax.data.sources import problems_folder
-from lazyjax.distributed.processes import PeerError, Processes, start
+from lazyjax.distributed.channel import PeerError
+from lazyjax.distributed.processes import Processes
+from lazyjax.distributed.start import start
 from lazyjax.execution.attention_choice import AttentionChoice, Shape, choose_attention
 from lazyjax.execution.build import checked_schedules, executor_of
 from lazyjax.execution.executor import Executor, StepResult

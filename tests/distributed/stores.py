@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.errors import JaxRuntimeError
 
-from lazyjax.distributed.processes import Channel
+from lazyjax.distributed.channel import Channel
 from lazyjax.distributed.watch import Watch
 
 

@@ -7,7 +7,9 @@ import os
 import pytest
 
 from lazyjax.config import ConfigError, DistributedConfig, load_config
-from lazyjax.distributed.processes import Peer, PeerError, Processes, alone, launcher, start
+from lazyjax.distributed.channel import PeerError
+from lazyjax.distributed.processes import Peer, Processes, alone
+from lazyjax.distributed.start import launcher, start
 from tests.distributed.stores import MemoryStore, channels, in_processes
 
 

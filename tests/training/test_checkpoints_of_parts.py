@@ -22,8 +22,8 @@ from lazyjax.training.checkpoints import (
     DamagedCheckpointError,
     list_checkpoints,
     open_checkpoint,
-    place_of,
 )
+from lazyjax.training.places import place_of
 from tests.distributed.stores import channels, in_processes
 from tests.training.saved import TEMPLATE, position
 
