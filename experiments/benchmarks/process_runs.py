@@ -389,8 +389,12 @@ def resuming(folder: pathlib.Path, counts: Sequence[int]) -> tuple[bool, list[st
 
 
 def stopping(folder: pathlib.Path, count: int, asked: int) -> tuple[bool, list[str]]:
-    """One process gets SIGTERM: all stop after the same step, and the run can go on."""
-    name, keys = f"stopped-{asked}", {"checkpoints.every-steps": "2", "training.steps": "100000"}
+    """One process gets SIGTERM, under a plan that process 0 has solved: all stop after the same step."""
+    name = f"stopped-{asked}"
+    keys = {
+        "checkpoints.every-steps": "2", "training.steps": "100000",
+        "plan.planner": "milp", "plan.time-limit-seconds": "2",
+    }  # fmt: skip
     started = start(arguments(folder, name, keys), count=count, devices=1)
     wait_for_checkpoint(folder / "runs" / name)
     started[asked].send_signal(signal.SIGTERM)

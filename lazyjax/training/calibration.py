@@ -50,7 +50,7 @@ def make_request(
     *,
     microbatches: int | None = None,
     beside: Beside = NOTHING_BESIDE,
-    may_time: bool = True,
+    profile: HardwareProfile | None = None,
 ) -> Request:
     """The planner's question, for the machine in `plan.hardware`.
 
@@ -61,25 +61,27 @@ def make_request(
     Args:
         microbatches: parts of the batch, where their number is decided.
         beside: what the host has to hold beside what is planned.
-        may_time: whether kernels may be timed; else rates have to do.
+        profile: of this machine, measured already; kernels are then not timed.
 
     Raises:
         ProfileError: there is no such profile.
     """
     hardware = config.plan.hardware
     measured = hardware in (CALIBRATE, AUTO)
-    profile = (
-        measured_profile(config, template, console, [config.optimizer.name])
-        if measured
-        else load_profile(hardware)
-    )
+    may_time = measured and profile is None
+    if profile is None:
+        profile = (
+            measured_profile(config, template, console, [config.optimizer.name])
+            if measured
+            else load_profile(hardware)
+        )
     profile = _of_devices(config, profile)
     request = profile_request(config, template, profile, identity=CALIBRATE if measured else "")
     reserved = reserved_bytes(request.sizes(request.devices), beside, devices=1)
     request = dataclasses.replace(
         request, microbatches=microbatches, static_host_bytes=request.static_host_bytes + reserved
     )
-    if not (measured and may_time):
+    if not may_time:
         return request
     # The request has checked that the batch can be split at all: now there are sizes to time.
     costs = _timed_costs(config, template, profile, kernels, console, microbatches)

@@ -62,6 +62,7 @@ from lazyjax.storage.host import HostStore, allocate_host_store
 from lazyjax.storage.nvme import Drive
 from lazyjax.storage.striped import open_drives
 from lazyjax.training.answering import ExactMatchEvaluation, Questions, read_questions
+from lazyjax.training.calibration import AUTO
 from lazyjax.training.capacity import check_capacity, needed_bytes
 from lazyjax.training.checkpoints import Identity, identity_of
 from lazyjax.training.checks import check_machine
@@ -75,15 +76,17 @@ from lazyjax.training.resume import Resume
 from lazyjax.training.run_folder import RunFolder, create_run_folder
 from lazyjax.training.saving import Saver
 from lazyjax.training.screens import plan_sentences, same_device, show_closing, show_facts
-from lazyjax.training.start_plan import Choice, choose
+from lazyjax.training.start_plan import Choice, choose, is_solved
 from lazyjax.training.status import say
 from lazyjax.training.streams import silence_when_closed
 from lazyjax.training.together import (
     check_same,
     common_folder,
+    common_rate,
     console_of,
     for_processes,
     mesh_devices,
+    profile_of_processes,
 )
 from lazyjax.training.wandb_log import Mirror, WandbError, WandbLog, check_installed, no_mirror
 
@@ -434,12 +437,16 @@ def _choose(
     processes = inputs.processes
     if not processes.several:
         return choose(inputs.config, inputs.template, kernels, console, known, beside)
-    plan = processes.main.decide(
-        lambda: choose(
-            inputs.config, inputs.template, None, console, known, beside, may_time=False
-        ).plan.model_dump(mode="json")
-    )
-    return Choice(Plan.model_validate(plan), None)
+    config, template, rate = inputs.config, inputs.template, None
+    if config.plan.hardware == AUTO and known is None and is_solved(config):
+        rate = common_rate(inputs.mesh)
+
+    def made() -> dict[str, Any]:
+        profile = None if rate is None else profile_of_processes(config, template, console, rate)
+        plan = choose(config, template, None, console, known, beside, profile=profile).plan
+        return plan.model_dump(mode="json")
+
+    return Choice(Plan.model_validate(processes.main.decide(made)), None)
 
 
 def _check_capacity(inputs: _Inputs, schedule: Schedule, beside: Beside) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from lazyjax.config import Config
 from lazyjax.execution.kernels import Kernels
 from lazyjax.hardware.load import is_busy, other_cpus, read_cpus
-from lazyjax.hardware.profile import load_profile
+from lazyjax.hardware.profile import HardwareProfile, load_profile
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import usable_cpus
 from lazyjax.planning.costs.sizes import model_sizes
@@ -68,7 +68,7 @@ def choose(
     known: Plan | None = None,
     beside: Beside = NOTHING_BESIDE,
     *,
-    may_time: bool = True,
+    profile: HardwareProfile | None = None,
 ) -> Choice:
     """`choose_plan`, with what is needed to plan again.
 
@@ -77,12 +77,12 @@ def choose(
         console: shows what is measured and solved; None: nothing is shown.
         known: the plan of a run that goes on; it is checked as a file's is.
         beside: what the host has to hold beside what is planned.
-        may_time: whether kernels may be timed here; else the machine's rates have to do.
+        profile: of this machine, measured already; kernels are then not timed.
     """
     if known is None and is_solved(config):
         template = template.in_chunks(config.plan.token_chunk)
         request, others = _ask(
-            config, template, kernels, console, config.plan.microbatches, beside, may_time
+            config, template, kernels, console, config.plan.microbatches, beside, profile
         )
         plan = _solve(config, dataclasses.replace(request, **given_fields(config)), console)
         _check_runs(plan, config, template.in_chunks(plan.token_chunk))
@@ -100,7 +100,7 @@ def choose(
     if not (replans or predicts):
         return Choice(plan, None)
     request, others = _ask(
-        config, template, kernels, console, plan.microbatches, beside, may_time
+        config, template, kernels, console, plan.microbatches, beside, profile
     )
     if predicts:
         plan = plan.model_copy(update={"prediction": predict(request, plan)})
@@ -114,13 +114,13 @@ def _ask(
     console: Console | None,
     microbatches: int | None,
     beside: Beside,
-    may_time: bool,
+    profile: HardwareProfile | None,
 ) -> tuple[Request, float | None]:
     """The planner's question, and the CPUs that others took while it was measured for it."""
     before = read_cpus()
     request = make_request(
         config, template, kernels, console,
-        microbatches=microbatches, beside=beside, may_time=may_time,
+        microbatches=microbatches, beside=beside, profile=profile,
     )  # fmt: skip
     if config.plan.hardware not in (AUTO, CALIBRATE):
         return request, None

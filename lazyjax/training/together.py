@@ -6,17 +6,24 @@ Every process reads the same configuration, checkpoint and data; process 0 alone
 from __future__ import annotations
 
 import pathlib
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from lazyjax.config import Config, ConfigError, digest
 from lazyjax.distributed.processes import Processes
+from lazyjax.execution.kernels import first_axis
+from lazyjax.execution.shards import put_parts, share_of
 from lazyjax.hardware.measure import capacities
-from lazyjax.hardware.profile import load_profile
-from lazyjax.training.calibration import AUTO, CALIBRATE
+from lazyjax.hardware.profile import HardwareProfile, load_profile
+from lazyjax.models.template import ModelTemplate
+from lazyjax.training.calibration import AUTO, CALIBRATE, measured_profile
 from lazyjax.training.run_folder import RunFolder, RunFolderError
 
 #: What all processes give of themselves has to be equal.
@@ -109,6 +116,38 @@ def check_same(processes: Processes, config: Config, data: Any, checkpoints: Seq
                 error = DifferentInputsError(f"process {process} has {what} than process 0")
                 processes.main.told = error
                 raise error
+
+
+def common_rate(mesh: Mesh, *, whole_bytes: int = 2**24, repeats: int = 5) -> float:
+    """Bytes per second that each device receives in an all-gather; all processes measure it together."""
+    share = share_of(mesh)
+    elements = whole_bytes // 4 // share.devices
+    own = np.zeros(elements * (share.last - share.first), np.float32)
+    (parts,) = put_parts([own], first_axis(mesh))
+    gather = jax.jit(lambda whole: whole, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    jax.block_until_ready(gather(parts))
+    seconds = []
+    # As many times as the others, however much they differ.
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(gather(parts))
+        seconds.append(time.perf_counter() - start)
+    return 4 * elements * (share.devices - 1) / statistics.median(seconds)
+
+
+def profile_of_processes(
+    config: Config, template: ModelTemplate, console: Console, rate: float
+) -> HardwareProfile:
+    """The rates of this host as one device sees them, and between the devices of all processes `rate`."""
+    one = config.model_copy(update={"plan": config.plan.model_copy(update={"devices": 1})})
+    profile = measured_profile(one, template, console, [config.optimizer.name])
+    between = {
+        "interconnect_bytes_per_second": (rate, "measured: an all-gather over all processes"),
+        "collective_contention": (1.0, "assumption: JAX runs the programs of a device one after another"),
+    }
+    values: dict[str, Any] = {name: value for name, (value, _) in between.items()}
+    sources = {**profile.sources, **{name: source for name, (_, source) in between.items()}}
+    return profile.model_copy(update={**values, "sources": sources})
 
 
 def common_folder(processes: Processes, make: Callable[[], pathlib.Path]) -> RunFolder:
