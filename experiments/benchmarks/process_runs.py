@@ -43,11 +43,14 @@ ARCHITECTURE = {
 STEPS = 5
 #: Processes and devices of each.
 LAYOUTS = ((1, 2), (2, 1), (2, 2), (4, 1), (4, 2))
+#: Where the last bit of a gradient decides between two codes of 8-bit state, the parameter moves by another
+#: share of the learning rate: this is the default one.
+_CODED = {"optimizer.name": "hybrid8bit", "optimizer.learning-rate": "1e-5"}
 #: Case -> keys that differ.
 CASES: dict[str, dict[str, str]] = {
     "float32 state, tied": {"optimizer.name": "fp32_adamw"},
-    "8-bit state, untied": {"optimizer.name": "hybrid8bit", "model": "untied"},
-    "8-bit state on NVMe": {"optimizer.name": "hybrid8bit", "plan.on-nvme": "state,lo,gradient,hi"},
+    "8-bit state, untied": _CODED | {"model": "untied"},
+    "8-bit state on NVMe": _CODED | {"plan.on-nvme": "state,lo,gradient,hi"},
     "packed": {"optimizer.name": "fp32_adamw", "data.batching": "packed"},
 }
 LOSS_LIMIT, PARAMETER_LIMIT = 1e-6, 1e-5
@@ -156,7 +159,8 @@ class Outcome(NamedTuple):
     Attributes:
         losses: of the steps, as recorded.
         parameters: float32, of every layer's slab without its padding.
-        slab_bytes, resident_bytes: by process: of the arrays that it holds, and of their pages in memory.
+        slab_bytes, state_bytes: by process, of its parts of slabs and of the optimizer's state.
+        resident_bytes: by process, of the pages of both that are in memory.
         process_bytes: by process, all that is resident.
         exported: digest by file of the exported model.
     """
@@ -164,6 +168,7 @@ class Outcome(NamedTuple):
     losses: list[float]
     parameters: list[np.ndarray]
     slab_bytes: list[int]
+    state_bytes: list[int]
     resident_bytes: list[int]
     process_bytes: list[int]
     exported: dict[str, str]
@@ -189,6 +194,7 @@ def outcome(
         [line["loss"] for line in lines if line["kind"] == "train"],
         parameters,
         [one["slab_bytes"] for one in facts],
+        [one["state_bytes"] for one in facts],
         [one["resident_bytes"] for one in facts],
         [one["process_bytes"] for one in facts],
         {
@@ -229,14 +235,15 @@ def _leave(prepared: Any, dump: pathlib.Path) -> None:
     store, updates = prepared.store, prepared.executor.updates
     index = prepared.folder.process
     parameters: dict[str, Any] = {}
-    arrays: list[np.ndarray] = []
+    slab_bytes = state_bytes = 0
     for layer in range(len(store.layouts)):
         with updates.reading(layer) as (slabs, state):
             parameters[f"layer-{layer}"] = join_master(slabs.hi, slabs.lo)
-            arrays += [slabs.hi, slabs.lo, store.layers[layer].gradient]
-            arrays += [array for name, array in state.items() if name != "version"]
+            slab_bytes += sum(a.nbytes for a in (slabs.hi, slabs.lo, store.layers[layer].gradient))
+            state_bytes += sum(array.nbytes for name, array in state.items() if name != "version")
     facts = {
-        "slab_bytes": sum(array.nbytes for array in arrays),
+        "slab_bytes": slab_bytes,
+        "state_bytes": state_bytes,
         "resident_bytes": resident_slabs(),
         "process_bytes": resident_host_bytes(),
         "elements": [last.offset + last.elements for last in (w.segments[-1] for w in store.whole_layouts)],
@@ -328,8 +335,9 @@ def equality(
             name = f"{number}-{count}x{devices}"
             several = run(folder, name, keys, count=count, devices=devices)
             apart = difference(folder, alone, several, name)
-            shares = [size * count / sum(several.slab_bytes) for size in several.slab_bytes]
-            equal_shares = all(abs(share - 1) < 1e-3 for share in shares)
+            equal_shares = set(several.slab_bytes) == {sum(several.slab_bytes) // count}
+            # With more devices slabs are padded to longer ones, state of a few float32 tensors is not even.
+            equal_shares = equal_shares and sum(several.state_bytes) >= sum(alone.state_bytes)
             good = good and apart.within and equal_shares
             rows.append(
                 f"| {case} | {count} x {devices} | {apart.loss:.1e} | {apart.parameter:.1e} | "
@@ -351,8 +359,8 @@ def host_bytes(folder: pathlib.Path, counts: Sequence[int]) -> tuple[bool, list[
         "model.architecture": str(folder / "larger.json"), "optimizer.name": "fp32_adamw",
         "training.steps": "2", "training.evaluate-rows": "0", "run.save-model": "false",
     }  # fmt: skip
-    rows = ["| processes | slab bytes each | resident of slabs | x n / one | resident in all |"]
-    rows.append("|---|---|---|---|---|")
+    rows = ["| processes | slab bytes each | state bytes | resident of both | x n / one | resident in all |"]
+    rows.append("|---|---|---|---|---|---|")
     good, first = True, 0
     for count in counts:
         found = run(folder, f"bytes-{count}", keys, count=count)
@@ -361,8 +369,8 @@ def host_bytes(folder: pathlib.Path, counts: Sequence[int]) -> tuple[bool, list[
         share = most * count / first
         good = good and abs(share - 1) <= 0.05
         rows.append(
-            f"| {count} | {max(found.slab_bytes):,} | {most / 1e6:.1f} MB | {share:.3f} | "
-            f"{max(found.process_bytes) / 1e6:.0f} MB |"
+            f"| {count} | {max(found.slab_bytes):,} | {max(found.state_bytes):,} | {most / 1e6:.1f} MB | "
+            f"{share:.3f} | {max(found.process_bytes) / 1e6:.0f} MB |"
         )
     return good, rows
 
