@@ -6,9 +6,11 @@ import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from experiments.ours import Ours, planned, request_for
+from experiments.ours import Ours, request_for
 from experiments.sheet import Sheet, simulated_cell
 from lazyjax.hardware.profile import HardwareProfile, load_profile
+from lazyjax.planning.plan import cache
+from lazyjax.planning.planner.service import InfeasibleError, solve_cached
 from lazyjax.planning.program.schedule import build_schedule
 from lazyjax.planning.program.simulate import Simulation, simulate
 from lazyjax.specs import Tier
@@ -19,6 +21,8 @@ MODEL, PROFILE = "Qwen3.6-27B", "h100-sxm"
 MACHINES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 2))
 #: Rows of each device where the batch grows with them, and of all where it does not.
 WEAK_ROWS, STRONG_ROWS = 32, 128
+#: Seconds for the search of one row.
+TIME_LIMIT_SECONDS = 20.0
 
 
 class Scaled(NamedTuple):
@@ -47,12 +51,15 @@ class Scaled(NamedTuple):
 
 def scaled(profile: HardwareProfile, rows: int, model: str = MODEL) -> Scaled | None:
     """The plan for a batch on a machine; None where nothing fits."""
-    ours = planned(model, profile, rows)
-    if ours is None:
+    request = request_for(model, profile, rows)
+    try:
+        plan, _ = solve_cached(request, cache.default_folder(), time_limit_seconds=TIME_LIMIT_SECONDS)
+    except InfeasibleError:
         return None
-    request = request_for(model, profile, rows).at(ours.plan)
-    costs = request.costs(ours.plan.microbatch_rows)
-    schedule = build_schedule(ours.plan, request.sizes(ours.plan.microbatch_rows))
+    assert plan.prediction is not None
+    ours, request = Ours(plan, plan.prediction), request.at(plan)
+    costs = request.costs(plan.microbatch_rows)
+    schedule = build_schedule(plan, request.sizes(plan.microbatch_rows))
     simulation = simulate(schedule, costs.operation_seconds, costs.contention)
     beside = costs.contention._replace(collectives=0.0)
     return Scaled(

@@ -115,6 +115,9 @@ def test_without_a_folder_there_is_no_nvme(tmp_path: pathlib.Path) -> None:
     assert load_profile(output) == profile
     assert profile.nvme_bytes == 0
     assert set(profile.host_update_parameters_per_second) == {"hybrid8bit"}
+    # The tests see four devices: what passes between them is timed, for plans that spread over them.
+    assert profile.sources["interconnect_bytes_per_second"].startswith("measured 2")
+    assert profile.spread(4, source="test").collective_seconds(10**9) > 0
     with pytest.raises(ValueError, match="optimizer 'sgd': there are"):
         profile_machine(output, template, optimizers=("sgd",))
 

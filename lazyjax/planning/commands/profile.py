@@ -45,7 +45,8 @@ def profile_machine(
             NVMe folder cannot be written.
     """
     console = console or Console()
-    small = visible_devices()[0].platform == "cpu"
+    devices = visible_devices()
+    small = devices[0].platform == "cpu"
     options = MeasureOptions(
         shapes=block_shapes(template, tokens),
         compute_dtype=compute_dtype,
@@ -53,6 +54,7 @@ def profile_machine(
         update_elements=(8 if small else 64) * 2**20,
         nvme_bytes=(256 if small else 4096) * 2**20,
         nvme_folder=nvme_folder,
+        devices=len(devices),
     )
     unknown = sorted(set(optimizers) - set(OPTIMIZERS))
     if unknown:
