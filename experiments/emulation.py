@@ -11,6 +11,9 @@ Two clocks. `WallClock` lets real time pass, scaled: whatever Python, threads an
 `ThreadClock` lets none pass: each thread has its own time, which moves when it waits. The result then depends
 on nothing but who waits for what, the same on a busy machine as on an idle one, so tests can use it.
 
+With a `RealHost` only the device and its links are emulated; slabs, updates and the drive are those of the
+machine in use, as fast as they are there beside a device that takes none of its cores (wall clock, scale 1).
+
 Nothing here is measured on a device, nor says how fast one is.
 """
 
@@ -42,7 +45,7 @@ from lazyjax.execution.kernels import DeviceBatch, GradientSlab
 from lazyjax.execution.pending import Arrays, Pending, Task
 from lazyjax.execution.recorder import Recorder
 from lazyjax.models.template import LayerKind, ModelTemplate
-from lazyjax.optim.base import HostState, StateDescription
+from lazyjax.optim.base import HostOptimizer, HostState, StateDescription
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.planning.costs.seconds import Costs
 from lazyjax.planning.plan.document import Plan
@@ -50,6 +53,7 @@ from lazyjax.planning.program.contention import BEARING, contended_seconds
 from lazyjax.planning.program.schedule import Action, ModelSizes, Operation, Schedule, build_schedule
 from lazyjax.specs import Part, SlabLayout, slab_layout
 from lazyjax.storage.host import HostStore, LayerOnDrive, LayerSlabs
+from lazyjax.storage.nvme import Drive
 from lazyjax.timeline import Resource
 
 
@@ -501,6 +505,14 @@ class EmulatedQueues(HostQueues):
         return _TimedTask(task.future, self._clock, ends)
 
 
+class RealHost(NamedTuple):
+    """What of a machine is not emulated."""
+
+    store: HostStore
+    optimizer: HostOptimizer
+    open_drive: Callable[[], Drive]
+
+
 def weightless(nbytes: int) -> np.ndarray:
     """An array of `nbytes` bytes that takes the memory of one."""
     return np.broadcast_to(np.zeros(1, np.uint8), (nbytes,))
@@ -522,23 +534,31 @@ def weightless_store(template: ModelTemplate, devices: int = 1) -> HostStore:
 
 @contextlib.contextmanager
 def emulated_executor(
-    template: ModelTemplate, plan: Plan, costs: Costs, clock: Clock
+    template: ModelTemplate, plan: Plan, costs: Costs, clock: Clock, host: RealHost | None = None
 ) -> Iterator[tuple[Executor, Device]]:
-    """The executor on an emulated machine with the rates of `costs`, whose microbatches are the plan's."""
+    """The executor on an emulated machine with the rates of `costs`, whose microbatches are the plan's.
+
+    Args:
+        host: slabs, optimizer and drive that are to be real; only the device and its links are emulated then.
+    """
     device = Device(clock)
     sizes: ModelSizes = costs.sizes
-    store = weightless_store(template, sizes.devices)
     schedule = build_schedule(plan, sizes)
     lost = _lost_seconds(schedule, costs)
+    if host is None:
+        store = weightless_store(template, sizes.devices)
+        optimizer: HostOptimizer = EmulatedOptimizer(device, costs, lost[Resource.CPU])
+    else:
+        store, optimizer = host.store, host.optimizer
     executor = Executor(
         EmulatedKernels(template, device, costs, lost[Resource.COMPUTE]),
         EmulatedCopies(device, costs),
         lambda plan, sequence_length: schedule,
         plan,
         store,
-        HostUpdates(store, EmulatedOptimizer(device, costs, lost[Resource.CPU])),
+        HostUpdates(store, optimizer),
         clip=ClipRule(),
-        open_drive=lambda: EmulatedDrive(device, costs),
+        open_drive=(lambda: EmulatedDrive(device, costs)) if host is None else host.open_drive,
         queues=EmulatedQueues(device),
         recorder=Recorder(clock.now),
     )

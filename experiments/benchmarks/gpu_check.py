@@ -33,7 +33,8 @@ from experiments.benchmarks.provenance import provenance
 from lazyjax.batch import Batch
 from lazyjax.execution.build import build_executor
 from lazyjax.execution.executor import Executor
-from lazyjax.hardware.measure import aligned_bytes, device_label, median_seconds
+from lazyjax.hardware.drive import aligned_bytes
+from lazyjax.hardware.measure import device_label, median_seconds
 from lazyjax.hardware.profile import dump_profile
 from lazyjax.hardware.runtime import set_runtime
 from lazyjax.models.template import Context, ModelTemplate

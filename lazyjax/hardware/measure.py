@@ -12,21 +12,17 @@ This module knows no model; matrix shapes are given to it.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import datetime
-import errno
 import functools
-import mmap
 import os
 import pathlib
 import re
 import shutil
 import statistics
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from lazyjax.hardware.drive import aligned_bytes, drive_rates
 from lazyjax.hardware.memory import host_memory_bytes
 from lazyjax.hardware.profile import HardwareProfile
 
@@ -43,7 +40,6 @@ UpdateProbe = Callable[[int], Callable[[], None]]
 _USABLE_SHARE = 0.95
 #: In a figure's source, before the share by which its runs differed.
 SPREAD = "spread"
-_BLOCK_BYTES = 16 * 2**20
 
 
 class MatrixShape(NamedTuple):
@@ -158,10 +154,10 @@ def measure_profile(
     def drive() -> None:
         if options.nvme_folder is None:
             return
-        read, write, cached = nvme_rates(options.nvme_folder, options.nvme_bytes)
-        how = "through the page cache, flushed and dropped" if cached else "past the page cache (O_DIRECT)"
-        note("nvme_read_bytes_per_second", read, f"{options.nvme_bytes} bytes {how}")
-        note("nvme_write_bytes_per_second", write, f"{options.nvme_bytes} bytes {how}")
+        rates = drive_rates(options.nvme_folder, options.nvme_bytes)
+        how = f"{options.nvme_bytes} bytes in files of 64 MiB, not cached, while as many go the other way"
+        note("nvme_read_bytes_per_second", rates.read, f"{how}; alone {rates.read_alone / 1e9:.2f} GB/s")
+        note("nvme_write_bytes_per_second", rates.write, f"{how}; alone {rates.write_alone / 1e9:.2f} GB/s")
         free = int(0.9 * shutil.disk_usage(options.nvme_folder).free)
         note("nvme_bytes", free, "0.9 of the free space of the folder's file system")
 
@@ -443,59 +439,6 @@ def lost_share(compute: Callable[[], object], beside: Callable[[], object], repe
         thread.join()
         shares.append((time.perf_counter() - start - alone) / other)
     return min(1.0, max(0.0, statistics.median(shares)))
-
-
-def aligned_bytes(size: int) -> np.ndarray:
-    """A page-aligned uint8 vector."""
-    return np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8, count=size)
-
-
-def nvme_rates(folder: pathlib.Path, size: int) -> tuple[float, float, bool]:
-    """Read and write bytes per second of a file of `size` bytes, and whether the page cache was used.
-
-    Direct I/O where the file system has it; otherwise the file is flushed before the write's clock
-    stops and dropped from the cache before it is read.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    block = aligned_bytes(_BLOCK_BYTES)
-    block[:] = np.random.default_rng(0).integers(0, 256, _BLOCK_BYTES, dtype=np.uint8)
-    blocks = max(1, size // _BLOCK_BYTES)
-    descriptor, name = tempfile.mkstemp(prefix="lazyjax-profile-", dir=folder)
-    os.close(descriptor)
-    path = pathlib.Path(name)
-    try:
-        with _opened(path, os.O_WRONLY) as (file, cached):
-            start = time.perf_counter()
-            for _ in range(blocks):
-                os.write(file, block)
-            os.fsync(file)
-            write = blocks * _BLOCK_BYTES / (time.perf_counter() - start)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        with _opened(path, os.O_RDONLY) as (file, _):
-            start = time.perf_counter()
-            while os.readv(file, [block]):
-                pass
-            read = blocks * _BLOCK_BYTES / (time.perf_counter() - start)
-    finally:
-        path.unlink()
-    return read, write, cached
-
-
-@contextlib.contextmanager
-def _opened(path: pathlib.Path, flags: int) -> Iterator[tuple[int, bool]]:
-    """A descriptor for direct I/O, or for plain I/O where the file system refuses; and which it is."""
-    direct = getattr(os, "O_DIRECT", 0)
-    try:
-        file = os.open(path, flags | direct)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        direct, file = 0, os.open(path, flags)
-    try:
-        yield file, not direct
-    finally:
-        os.close(file)
 
 
 def usable_device_bytes(device: jax.Device) -> int:

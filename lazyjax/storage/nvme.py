@@ -1,7 +1,7 @@
-"""Tensors on NVMe, through TensorStore (the only importer of it).
+"""Tensors on NVMe, a file of raw bytes per key.
 
-Every key is a zarr3 array of raw bytes in one chunk. Writes are asynchronous and keep their
-source alive; reads go straight into a buffer of the caller.
+Transfers are asynchronous and go straight between the drive and the caller's memory
+(`lazyjax.hardware.drive`).
 
 Each write leaves a stamp of its bytes in memory, and each read is compared with it: a file that is
 missing, short, stale or altered is an error that names the key, never a tensor of zeros. The
@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import pathlib
 import threading
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, runtime_checkable
 
 import numpy as np
-import tensorstore as ts
 from jaxtyping import UInt8
 
+from lazyjax.hardware.drive import read_file, write_file
 from lazyjax.storage.scratch import ScratchFolder, remove_left_behind
 
 _PAGE_BYTES = 4096
@@ -58,11 +60,6 @@ class Drive(Protocol):
         ...
 
 
-class _Entry(NamedTuple):
-    array: Any
-    size: int
-
-
 class NvmeStore:
     """Bytes by key in a scratch folder of this run's own, inside `parent`.
 
@@ -73,17 +70,13 @@ class NvmeStore:
     def __init__(self, parent: pathlib.Path, *, run: str = "run", concurrency: int = 4) -> None:
         """Opens the store.
 
+        Args:
+            concurrency: transfers under way at once; the others wait.
+
         Raises:
             NvmeError: nothing can be written in `parent`.
         """
-        self._context = ts.Context(
-            {
-                "file_io_concurrency": {"limit": concurrency},
-                "file_io_sync": False,
-                "file_io_mode": {"mode": "memmap"},
-            }
-        )
-        self._entries: dict[str, _Entry] = {}
+        self._sizes: dict[str, int] = {}
         self._stamps: dict[str, int] = {}
         self._in_flight: dict[str, list[_Transfer]] = {}
         self._lock = threading.Lock()
@@ -93,15 +86,17 @@ class NvmeStore:
             raise NvmeError(f"nvme folder {parent}: cannot be used ({error.strerror})") from error
         remove_left_behind(parent)
         self.folder = self._scratch.path
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="nvme")
 
     def write(self, key: str, source: UInt8[np.ndarray, " n"]) -> DriveTransfer:
         """Starts writing; `result()` of what is returned raises `NvmeError` on failure.
 
         `source` must not change until then. A key may be written again with another size.
         """
-        entry = self._entry(key, source.size)
+        self._settle(key)
+        self._sizes[key] = source.size
         self._stamps[key] = stamp(source)
-        return self._start(key, entry.array.write(source), source, "writing", None)
+        return self._start(key, lambda: write_file(self.folder / key, source), source, "writing", None)
 
     def read(self, key: str, target: UInt8[np.ndarray, " n"]) -> DriveTransfer:
         """Starts reading into `target`, whose size is the key's; the same kind of transfer.
@@ -109,35 +104,34 @@ class NvmeStore:
         Raises:
             NvmeError: the key was never written, or with another size.
         """
-        if key not in self._entries:
+        if key not in self._sizes:
             raise NvmeError(f"nvme folder {self.folder}: {key!r} was never written")
-        entry = self._entries[key]
-        if entry.size != target.size:
+        size = self._sizes[key]
+        if size != target.size:
             raise NvmeError(
-                f"nvme folder {self.folder}: {key!r} has {entry.size} bytes, {target.size} were asked for"
+                f"nvme folder {self.folder}: {key!r} has {size} bytes, {target.size} were asked for"
             )
-        view = ts.array(target, copy=False, write=True)
-        return self._start(key, view.write(entry.array), target, "reading", self._stamps[key])
+        expected = self._stamps[key]
+        return self._start(key, lambda: read_file(self.folder / key, target), target, "reading", expected)
 
     def delete(self, key: str) -> None:
         """Forgets a key, after what is in flight on it, and removes its file."""
         self._settle(key)
-        entry = self._entries.pop(key, None)
         self._stamps.pop(key, None)
-        if entry is None:
+        if self._sizes.pop(key, None) is None:
             return
         try:
-            entry.array.kvstore.delete_range(ts.KvStore.KeyRange()).result()
-        except Exception as error:
-            raise NvmeError(f"nvme folder {self.folder}: cannot delete {key!r} ({error})") from error
+            (self.folder / key).unlink(missing_ok=True)
+        except OSError as error:
+            raise NvmeError(f"nvme folder {self.folder}: cannot delete {key!r} ({error.strerror})") from error
 
     def close(self) -> None:
         """Waits for what is in flight, forgets all keys and removes the scratch folder."""
         try:
-            for key in list(self._in_flight):
-                self._settle(key)
+            self._threads.shutdown(wait=True)
         finally:
-            self._entries.clear()
+            self._in_flight.clear()
+            self._sizes.clear()
             self._stamps.clear()
             self._scratch.remove()
 
@@ -148,42 +142,14 @@ class NvmeStore:
             transfer.settle()
 
     def _start(
-        self, key: str, future: Any, memory: np.ndarray, doing: str, expected: int | None
+        self, key: str, work: Callable[[], None], memory: np.ndarray, doing: str, expected: int | None
     ) -> DriveTransfer:
-        if expected is None:
-            self._settle(key)
+        future = self._threads.submit(work)
         transfer = _Transfer(future, f"nvme folder {self.folder}: {doing} {key!r}", memory, expected)
         with self._lock:
             under_way = [other for other in self._in_flight.pop(key, []) if not other.ended]
             self._in_flight[key] = [*under_way, transfer]
         return transfer
-
-    def _entry(self, key: str, size: int) -> _Entry:
-        known = self._entries.get(key)
-        if known is None or known.size != size:
-            # Longer or shorter batches bring other sizes; the file is made anew.
-            self._settle(key)
-            self._entries[key] = _Entry(self._create(key, size), size)
-        return self._entries[key]
-
-    def _create(self, key: str, size: int) -> Any:
-        spec = {
-            "driver": "zarr3",
-            "kvstore": {"driver": "file", "path": str(self.folder / key)},
-            # A missing file is an error and zeros are written like all else.
-            "fill_missing_data_reads": False,
-            "store_data_equal_to_fill_value": True,
-            "metadata": {
-                "shape": [size],
-                "data_type": "uint8",
-                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [max(size, 1)]}},
-                "codecs": [{"name": "bytes"}],
-            },
-        }
-        try:
-            return ts.open(spec, create=True, delete_existing=True, context=self._context).result()
-        except Exception as error:
-            raise NvmeError(f"nvme folder {self.folder}: cannot create {key!r} ({error})") from error
 
 
 def stamp(raw: UInt8[np.ndarray, " n"]) -> int:
@@ -205,9 +171,10 @@ def stamp(raw: UInt8[np.ndarray, " n"]) -> int:
 class _Transfer:
     """A read or write in flight, with the memory it works on kept alive until it is done."""
 
-    def __init__(self, future: Any, what: str, memory: np.ndarray, expected: int | None) -> None:
-        self._future, self._what, self._expected = future, what, expected
+    def __init__(self, future: Future[None], what: str, memory: np.ndarray, expected: int | None) -> None:
+        self._future: Future[None] | None = future
         self._memory: np.ndarray | None = memory
+        self._what, self._expected = what, expected
 
     @property
     def ended(self) -> bool:
@@ -227,8 +194,10 @@ class _Transfer:
             return
         try:
             future.result()
-        except Exception as error:
-            raise NvmeError(f"{self._what} failed: {error}") from error
+        except FileNotFoundError as error:
+            raise NvmeError(f"{self._what} failed: its file is missing") from error
+        except OSError as error:
+            raise NvmeError(f"{self._what} failed: {error.strerror or error}") from error
         finally:
             self._future = self._memory = None
         if self._expected is not None and stamp(memory) != self._expected:

@@ -15,13 +15,13 @@ from rich.console import Console
 
 from lazyjax.cli import main
 from lazyjax.hardware import measure
+from lazyjax.hardware.drive import drive_rates
 from lazyjax.hardware.measure import (
     MatrixShape,
     MeasureOptions,
     link_rates,
     matmul_flops_per_second,
     measure_profile,
-    nvme_rates,
     timing,
 )
 from lazyjax.hardware.profile import dump_profile, load_profile
@@ -64,13 +64,16 @@ def test_link_moves_real_bytes() -> None:
     rates = link_rates(32 * MIB, repeats=3)
     assert 1e7 < rates.h2d < 1e12
     assert 1e7 < rates.d2h < 1e12
-    assert 0 < rates.duplex_factor <= 1
+    assert rates.read <= rates.read_alone
+    assert rates.write <= rates.write_alone
 
 
 def test_drive_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:
-    read, write, _ = nvme_rates(tmp_path / "new", 32 * MIB)
-    assert read > 1e6
-    assert write > 1e6
+    rates = drive_rates(tmp_path / "new", 32 * MIB)
+    assert rates.read > 1e6
+    assert rates.write > 1e6
+    assert rates.read <= rates.read_alone
+    assert rates.write <= rates.write_alone
     assert list((tmp_path / "new").iterdir()) == []
 
 
@@ -78,7 +81,7 @@ def test_unwritable_folder_is_an_error(tmp_path: pathlib.Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(OSError, match="file"):
-        nvme_rates(blocked, MIB)
+        drive_rates(blocked, MIB)
 
 
 def test_measured_profile_reads_back(tmp_path: pathlib.Path) -> None:
