@@ -48,6 +48,8 @@ from lazyjax.storage.host import HostStore, allocate_host_store
 #: Norm of the difference over norm of the gradient, per tensor, in float32. A delta net's decays are
 #: differences of nearly equal numbers, which costs two digits in either program.
 MOST_GRADIENT_ERROR = 1e-4
+#: The same in bfloat16, of gradients over 16k tokens.
+MOST_BFLOAT16_ERROR = 0.02
 
 
 def transfers(size: Sizes) -> Rows:
@@ -194,7 +196,49 @@ def parity(size: Sizes) -> Rows:
                 rows.append({"family": family, "plan": plan.planner, "relative_error": worst})
                 if not worst < MOST_GRADIENT_ERROR:
                     raise ArithmeticError(f"{family} under {plan.planner}: gradient error {worst:.2e}")
+        rows.append(_bfloat16_parity(family))
     return rows
+
+
+def _bfloat16_parity(family: str) -> dict[str, Any]:
+    """The same in bfloat16, against float32 gradients of the same bfloat16 weights; one block.
+
+    Raises:
+        ArithmeticError: a tensor is off by more than rounding explains; decays, differences of nearly equal
+            numbers, may be off by twice that.
+    """
+    template = tiny_template(family, blocks=1)
+    batch = random_batch(256, 64, template.spec.vocabulary_size)
+    # Few distinct targets: gradients then have a common direction, as those of text have.
+    batch.targets_BT[:] %= 3
+    parameters = [
+        tuple(
+            value.astype(jnp.bfloat16).astype(jnp.float32)
+            for value in template.kind(i).initialize(jax.random.fold_in(jax.random.key(0), i))
+        )
+        for i in range(len(template.spec.layers))
+    ]
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(jax.grad(_whole_model(template, batch)))(parameters)
+    store = allocate_host_store(template.spec, gradient_dtype="float32")
+    for slabs, layer, tensors in zip(store.layers, template.spec.layers, parameters, strict=True):
+        for spec, value in zip(layer.parameters, tensors, strict=True):
+            slabs.set_master(spec.name, np.asarray(value))
+    executor = _executor(template, _recompute(template, batch, 4), store, "bfloat16")
+    executor.train_step(batch, 0.0)
+    executor.close()
+    errors = {
+        f"{layer.name}.{s.name}": _relative_error(
+            slabs.gradient[s.offset : s.offset + s.elements], np.asarray(value)
+        )
+        for slabs, layer, tensors in zip(store.layers, template.spec.layers, expected, strict=True)
+        for s, value in zip(slabs.layout.segments, tensors, strict=True)
+    }
+    for name, error in errors.items():
+        bound = MOST_BFLOAT16_ERROR * (2 if name.endswith(("A_log", "dt_bias")) else 1)
+        if not error < bound:
+            raise ArithmeticError(f"{family} in bfloat16: gradient error of {name} {error:.2e}")
+    return {"family": family, "plan": "bfloat16", "relative_error": max(errors.values())}
 
 
 def _relative_error(found: np.ndarray, expected: np.ndarray) -> float:
@@ -264,6 +308,7 @@ SECTIONS: dict[str, Callable[[Sizes], Rows]] = {
     "parity": parity,
     "attention": gpu_sections.attention,
     "machine": gpu_sections.machine,
+    "kernels": gpu_sections.kernels,
     "steps": gpu_sections.steps,
     "limits": gpu_sections.limits,
 }

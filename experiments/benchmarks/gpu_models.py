@@ -95,12 +95,12 @@ def shrunk_7b() -> Qwen2Architecture:
     )  # fmt: skip
 
 
-def tiny_template(family: str) -> ModelTemplate:
-    """A narrow model of four blocks."""
+def tiny_template(family: str, blocks: int = 4) -> ModelTemplate:
+    """A narrow model; of a hybrid's blocks the last of every four has full attention."""
     common: dict[str, Any] = dict(
         name=f"gpu-check-{family}", vocab_size=128, hidden_size=64, intermediate_size=96,
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
+        num_hidden_layers=blocks, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        rms_norm_eps=1e-6, tie_word_embeddings=False,
     )  # fmt: skip
     match family:
         case "qwen2":
@@ -112,7 +112,7 @@ def tiny_template(family: str) -> ModelTemplate:
                 Qwen35Architecture(
                     **common,
                     rope=Rope(theta=1e4, partial_rotary_factor=0.5),
-                    layer_types=("linear_attention",) * 3 + ("full_attention",),
+                    layer_types=((("linear_attention",) * 3 + ("full_attention",)) * blocks)[:blocks],
                     linear_conv_kernel_dim=4,
                     linear_num_key_heads=2,
                     linear_num_value_heads=4,

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import functools
 import os
+import pathlib
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments.benchmarks.gpu_models import MIB, Rows, Sizes, random_batch, random_store, shrunk_7b
 from lazyjax.execution.attention_choice import FORMS_TO_TRY, Shape, timed_form
 from lazyjax.execution.build import build_executor
-from lazyjax.execution.kernels import data_mesh, first_axis
+from lazyjax.execution.calibrate import calibrate
+from lazyjax.execution.kernels import Kernels, data_mesh, first_axis
 from lazyjax.execution.slab_paths import PATHS, fastest_path
+from lazyjax.hardware.drive import aligned_bytes
 from lazyjax.hardware.measure import MeasureOptions, capacities, measure_profile
 from lazyjax.hardware.memory import host_memory_bytes
 from lazyjax.hardware.profile import HardwareProfile
@@ -25,14 +30,14 @@ from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning.costs.probes import block_shapes, update_probe
-from lazyjax.planning.costs.seconds import Costs, model_flops
-from lazyjax.planning.plan.baselines import BASELINES, PUBLISHED, without_nvme
+from lazyjax.planning.costs.seconds import Costs, measured_key, model_flops, template_costs
+from lazyjax.planning.plan.baselines import BASELINES, PUBLISHED, recompute_all, without_nvme
 from lazyjax.planning.plan.document import Plan
 from lazyjax.planning.planner.question import Request, microbatch_counts
 from lazyjax.planning.planner.request import build_request
 from lazyjax.planning.planner.search import fits, predict
 from lazyjax.planning.planner.service import InfeasibleError, residual_names, solve_cached
-from lazyjax.planning.program.schedule import build_schedule
+from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, build_schedule
 from lazyjax.specs import Tier
 from lazyjax.storage.host import HostMemoryError
 
@@ -71,13 +76,44 @@ def _allocates(size: int) -> int:
 
 
 def paths(size: Sizes) -> Rows:
-    """Every way of slabs to the device (`lazyjax.execution.slab_paths`), and which would be taken."""
+    """Every way of slabs to the device (`lazyjax.execution.slab_paths`), and which would be taken.
+
+    Beside each: how long a put holds its caller up, and the rate while as many bytes come back, that of
+    both directions together.
+    """
     choice = fastest_path(first_axis(data_mesh()), PATHS, size.transfer_bytes)
-    rows: Rows = [
-        {"way": name, "GB_per_second": rate / 1e9, "taken": name == choice.name}
-        for name, rate in choice.bytes_per_second.items()
-    ]
+    rows: Rows = []
+    for name, rate in choice.bytes_per_second.items():
+        row = {"way": name, "GB_per_second": rate / 1e9, "taken": name == choice.name}
+        rows.append(row | _traffic(name, size))
     return [*rows, {"way": choice.name, "reason": choice.reason}]
+
+
+def _traffic(name: str, size: Sizes) -> dict[str, float]:
+    """Medians of a way in use: the call's own milliseconds, and GB/s of both directions at once."""
+    sharding = first_axis(data_mesh())
+    slab = aligned_bytes(size.transfer_bytes).view(np.uint16)
+    slab[:] = 1
+    resident = jax.block_until_ready(jax.device_put(slab, sharding, may_alias=False))
+    here = sharding.with_memory_kind("pinned_host")
+    path = PATHS[name](sharding)
+    held, both = [], []
+    try:
+        for _ in range(size.repeats + 1):
+            start = time.perf_counter()
+            sent = path.send([slab])
+            held.append(time.perf_counter() - start)
+            jax.block_until_ready(sent)
+            start = time.perf_counter()
+            back = jax.device_put(resident, here)
+            jax.block_until_ready((path.send([slab]), back))
+            both.append(2 * slab.nbytes / (time.perf_counter() - start))
+    finally:
+        path.close()
+    return {
+        "put_milliseconds": 1e3 * statistics.median(held[1:]),
+        "both_ways_GB_per_second": statistics.median(both[1:]) / 1e9,
+    }
 
 
 def attention(size: Sizes) -> Rows:
@@ -105,7 +141,7 @@ def measured_profile(model: str, tokens: int, transfer_bytes: int, repeats: int)
     template = _template(model, None)
     options = MeasureOptions(
         block_shapes(template, tokens), _dtype(), transfer_bytes=transfer_bytes, update_elements=8 * MIB,
-        repeats=repeats,
+        repeats=repeats, nvme_folder=pathlib.Path(tempfile.gettempdir()), nvme_bytes=8 * transfer_bytes,
     )  # fmt: skip
     return measure_profile("here", options, {"hybrid8bit": update_probe("hybrid8bit")})
 
@@ -113,8 +149,56 @@ def measured_profile(model: str, tokens: int, transfer_bytes: int, repeats: int)
 def machine(size: Sizes) -> Rows:
     """Constants that plans are made with; `gpu_check` writes them as a profile."""
     profile = profile_of(size)
-    figures = {name: getattr(profile, name) for name in profile.figure_names()}
-    return [{"figure": name, "value": value} for name, value in figures.items() if value is not None]
+    return [
+        {"figure": name, "value": _figure(profile, name), "source": profile.sources[name]}
+        for name in sorted(profile.figure_names())
+    ]
+
+
+def _figure(profile: HardwareProfile, name: str) -> Any:
+    """A figure by its name among the sources; those of updates have the optimizer behind a point."""
+    field, _, optimizer = name.partition(".")
+    value = getattr(profile, field)
+    return value[optimizer] if optimizer else value
+
+
+def kernels(size: Sizes) -> Rows:
+    """Every kernel of a step that recomputes all, timed, beside what the constants of `machine` predict."""
+    rows: Rows = []
+    microbatch_rows = size.step_rows // size.step_microbatches
+    for model, blocks in size.models:
+        if size.over():
+            break
+        template = _template(model, blocks)
+        costs = template_costs(
+            template, profile_of(size), microbatch_rows=microbatch_rows, sequence_length=size.step_tokens,
+            optimizer=make_host_optimizer("hybrid8bit"), compute_dtype=_dtype(),
+        )  # fmt: skip
+        plan = recompute_all(
+            template.spec, [], batch_rows=size.step_rows, sequence_length=size.step_tokens,
+            microbatches=size.step_microbatches,
+        )  # fmt: skip
+        schedule = build_schedule(plan, costs.sizes)
+        predicted = {
+            measured_key(operation, template.spec): costs.operation_seconds(operation)
+            for operation in schedule.operations
+            if operation.action in COMPUTE_ACTIONS
+        }
+        for key, seconds in predicted.items():
+            if size.over():
+                break
+            timed = calibrate(
+                Kernels(template, data_mesh(), _dtype()), [key], microbatch_rows=microbatch_rows,
+                sequence_length=size.step_tokens, repeats=size.repeats, working_sets=False,
+            ).seconds[key]  # fmt: skip
+            rows.append(
+                {
+                    "model": template.spec.name, "kernel": f"{key.kind} {key.phase.value}",
+                    "accumulates": key.accumulates, "last": key.last, "predicted_seconds": seconds,
+                    "measured_seconds": timed, "ratio": seconds / timed,
+                }
+            )  # fmt: skip
+    return rows
 
 
 def profile_of(size: Sizes) -> HardwareProfile:

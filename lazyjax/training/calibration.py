@@ -15,6 +15,7 @@ from rich.console import Console
 
 from lazyjax.config import Config
 from lazyjax.execution.kernels import Kernels, data_mesh
+from lazyjax.execution.slab_paths import PathChoice
 from lazyjax.hardware.measure import MeasureOptions, measure_profile
 from lazyjax.hardware.profile import HardwareProfile, load_profile
 from lazyjax.models.template import ModelTemplate
@@ -51,6 +52,7 @@ def make_request(
     microbatches: int | None = None,
     beside: Beside = NOTHING_BESIDE,
     profile: HardwareProfile | None = None,
+    slab_path: PathChoice | None = None,
 ) -> Request:
     """The planner's question, for the machine in `plan.hardware`.
 
@@ -75,6 +77,8 @@ def make_request(
             if measured
             else load_profile(hardware)
         )
+    if measured:
+        profile = _at_the_path(profile, slab_path)
     profile = _of_devices(config, profile)
     request = profile_request(config, template, profile, identity=CALIBRATE if measured else "")
     reserved = reserved_bytes(request.sizes(request.devices), beside, devices=1)
@@ -89,6 +93,20 @@ def make_request(
         return request
     # Kernels of other chunks of tokens were not timed.
     return _as_allowed(config, dataclasses.replace(request, costs=costs, chunked=None))
+
+
+def _at_the_path(profile: HardwareProfile, slab_path: PathChoice | None) -> HardwareProfile:
+    """The profile with the rate of the way that parameters take, where several were measured."""
+    if slab_path is None or slab_path.name not in slab_path.bytes_per_second:
+        return profile
+    figure = "h2d_bytes_per_second"
+    source = f"measured: slabs by the way in use, {slab_path.name} ({slab_path.reason})"
+    return profile.model_copy(
+        update={
+            figure: slab_path.bytes_per_second[slab_path.name],
+            "sources": {**profile.sources, figure: source},
+        }
+    )
 
 
 def profile_request(

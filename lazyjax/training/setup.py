@@ -436,14 +436,18 @@ def _choose(
     known = None if resume is None else resume.plan_for(inputs.mesh.size)
     processes = inputs.processes
     if not processes.several:
-        return choose(inputs.config, inputs.template, kernels, console, known, beside)
+        return choose(
+            inputs.config, inputs.template, kernels, console, known, beside, slab_path=inputs.slab_path
+        )
     config, template, rate = inputs.config, inputs.template, None
     if config.plan.hardware == AUTO and known is None and is_solved(config):
         rate = common_rate(inputs.mesh)
 
     def made() -> dict[str, Any]:
         profile = None if rate is None else profile_of_processes(config, template, console, rate)
-        plan = choose(config, template, None, console, known, beside, profile=profile).plan
+        plan = choose(
+            config, template, None, console, known, beside, profile=profile, slab_path=inputs.slab_path
+        ).plan
         return plan.model_dump(mode="json")
 
     return Choice(Plan.model_validate(processes.main.decide(made)), None)

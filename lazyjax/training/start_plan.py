@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from lazyjax.config import Config
 from lazyjax.execution.kernels import Kernels
+from lazyjax.execution.slab_paths import PathChoice
 from lazyjax.hardware.load import is_busy, other_cpus, read_cpus
 from lazyjax.hardware.profile import HardwareProfile, load_profile
 from lazyjax.models.template import ModelTemplate
@@ -69,6 +71,7 @@ def choose(
     beside: Beside = NOTHING_BESIDE,
     *,
     profile: HardwareProfile | None = None,
+    slab_path: PathChoice | None = None,
 ) -> Choice:
     """`choose_plan`, with what is needed to plan again.
 
@@ -78,12 +81,14 @@ def choose(
         known: the plan of a run that goes on; it is checked as a file's is.
         beside: what the host has to hold beside what is planned.
         profile: of this machine, measured already; kernels are then not timed.
+        slab_path: of parameters to the device; its rate is the link's where that is measured.
     """
+    ask = functools.partial(
+        _ask, config, kernels=kernels, console=console, beside=beside, profile=profile, slab_path=slab_path
+    )
     if known is None and is_solved(config):
         template = template.in_chunks(config.plan.token_chunk)
-        request, others = _ask(
-            config, template, kernels, console, config.plan.microbatches, beside, profile
-        )
+        request, others = ask(template=template, microbatches=config.plan.microbatches)
         plan = _solve(config, dataclasses.replace(request, **given_fields(config)), console)
         _check_runs(plan, config, template.in_chunks(plan.token_chunk))
         return Choice(plan, request.at(plan), others)
@@ -99,9 +104,7 @@ def choose(
     predicts = plan.prediction is None and config.plan.hardware != AUTO
     if not (replans or predicts):
         return Choice(plan, None)
-    request, others = _ask(
-        config, template, kernels, console, plan.microbatches, beside, profile
-    )
+    request, others = ask(template=template, microbatches=plan.microbatches)
     if predicts:
         plan = plan.model_copy(update={"prediction": predict(request, plan)})
     return Choice(plan, request.at(plan) if replans else None, others)
@@ -115,12 +118,13 @@ def _ask(
     microbatches: int | None,
     beside: Beside,
     profile: HardwareProfile | None,
+    slab_path: PathChoice | None,
 ) -> tuple[Request, float | None]:
     """The planner's question, and the CPUs that others took while it was measured for it."""
     before = read_cpus()
     request = make_request(
         config, template, kernels, console,
-        microbatches=microbatches, beside=beside, profile=profile,
+        microbatches=microbatches, beside=beside, profile=profile, slab_path=slab_path,
     )  # fmt: skip
     if config.plan.hardware not in (AUTO, CALIBRATE):
         return request, None

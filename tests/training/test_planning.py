@@ -25,6 +25,7 @@ from lazyjax.execution.build import executor_of
 from lazyjax.execution.calibrate import Calibration
 from lazyjax.execution.executor import Executor
 from lazyjax.execution.kernels import Kernels, data_mesh
+from lazyjax.execution.slab_paths import PathChoice
 from lazyjax.hardware.load import CpuReading
 from lazyjax.hardware.profile import load_profile
 from lazyjax.models.registry import build_template
@@ -384,6 +385,22 @@ def test_only_the_ends_of_the_microbatch_sizes_are_timed(small, monkeypatch) -> 
     timed.clear()
     calibration.make_request(config, template, microbatches=2)
     assert timed == [4]
+
+
+def test_plans_count_on_the_rate_of_the_way_that_slabs_take(small, monkeypatch) -> None:
+    path = PathChoice("ring", "the fastest of pageable, ring", {"pageable": 1e9, "ring": 3e9})
+    config = small("--plan.planner", "milp", "--plan.hardware", "calibrate", "--data.rows", "8")
+    template = build_template(read_architecture(config)[0])
+    here = load_profile("h800-paper")
+    monkeypatch.setattr(calibration, "measured_profile", lambda *arguments: here)
+    monkeypatch.setattr(
+        timed_costs, "calibrate", lambda kernels, keys, **options: Calibration(dict.fromkeys(keys, 1e-3), {})
+    )
+    fetch = Operation(0, Action.FETCH, Resource.H2D, 1, 0, 0, bytes=10**9)
+    for slab_path, rate in ((path, 3e9), (None, here.h2d_bytes_per_second)):
+        request = calibration.make_request(config, template, slab_path=slab_path)
+        seconds = request.costs(4).operation_seconds(fetch)
+        assert seconds == pytest.approx(1e9 / (rate * here.duplex_factor))
 
 
 def test_planning_again_leaves_a_step_for_the_new_plan(small, tmp_path) -> None:
