@@ -78,7 +78,7 @@ def make_request(
             else load_profile(hardware)
         )
     if measured:
-        profile = _at_the_path(profile, slab_path)
+        profile = _at_the_path(profile, slab_path, config.plan.devices)
     profile = _of_devices(config, profile)
     request = profile_request(config, template, profile, identity=CALIBRATE if measured else "")
     reserved = reserved_bytes(request.sizes(request.devices), beside, devices=1)
@@ -95,15 +95,19 @@ def make_request(
     return _as_allowed(config, dataclasses.replace(request, costs=costs, chunked=None))
 
 
-def _at_the_path(profile: HardwareProfile, slab_path: PathChoice | None) -> HardwareProfile:
-    """The profile with the rate of the way that parameters take, where several were measured."""
+def _at_the_path(profile: HardwareProfile, slab_path: PathChoice | None, devices: int) -> HardwareProfile:
+    """The profile with the rate of the way that parameters take, where several were measured.
+
+    Args:
+        devices: that shared the link while the way was measured.
+    """
     if slab_path is None or slab_path.name not in slab_path.bytes_per_second:
         return profile
     figure = "h2d_bytes_per_second"
     source = f"measured: slabs by the way in use, {slab_path.name} ({slab_path.reason})"
     return profile.model_copy(
         update={
-            figure: slab_path.bytes_per_second[slab_path.name],
+            figure: slab_path.bytes_per_second[slab_path.name] / devices,
             "sources": {**profile.sources, figure: source},
         }
     )
