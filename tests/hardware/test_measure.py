@@ -64,8 +64,7 @@ def test_link_moves_real_bytes() -> None:
     rates = link_rates(32 * MIB, repeats=3)
     assert 1e7 < rates.h2d < 1e12
     assert 1e7 < rates.d2h < 1e12
-    assert rates.read <= rates.read_alone
-    assert rates.write <= rates.write_alone
+    assert 0 < rates.duplex_factor <= 1
 
 
 def test_drive_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:
