@@ -1,6 +1,6 @@
 """Batches of one fixed number of sequences, in an order that can be saved and taken up again.
 
-A loader plans an epoch from row lengths (`lazyjax.data.packing`) and fills in arrays batch by batch. Its
+A loader has an epoch planned (`lazyjax.data.epochs`) and fills in arrays batch by batch. Its
 state is the epoch, the position in it, and fingerprints of everything that decides what comes next; a
 state is only accepted where the same batches follow as when it was saved.
 
@@ -11,79 +11,25 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
 from lazyjax.batch import Batch
-from lazyjax.data import mixture, packing
+from lazyjax.data import packing
+from lazyjax.data.epochs import Batching, Epochs, Partial, Settings, fill
 from lazyjax.data.tokens import TokenizedRows
 
-Batching = Literal["padded", "bucketed", "packed"]
-Partial = Literal["drop", "pad"]
+__all__ = ["Batching", "EpochSummary", "Loader", "Partial", "Settings", "StateError"]
+
 _STATE_VERSION = 1
 
 
 class StateError(ValueError):
     """A saved position that does not belong to this data and these settings."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Settings:
-    """How rows become batches. Everything here, with the data, decides what a loader yields.
-
-    Attributes:
-        batch_rows: sequences of every batch (B).
-        sequence_length: tokens of the longest sequence (T).
-        batching: `padded` (one row a sequence, padded to sequence_length), `bucketed` (one row a sequence,
-            rows of like length together, padded to the smallest bucket that holds them) or `packed` (several
-            whole rows in one sequence, told apart by segment ids).
-        seed: of the order.
-        shuffle: a new order every epoch; otherwise the order of the data.
-        partial: the last batch of an epoch, if rows run out: `drop` leaves its rows out (training; they
-            are others in every epoch), `pad` fills it up with fully masked sequences (evaluation; also the
-            paper's training, whose 3,841 steps of 72 rows cover all 276,499).
-        buckets: sequence lengths of `bucketed`, increasing, the last one sequence_length; empty: four, evenly
-            spaced (`packing.bucket_lengths`). The other modes use none.
-        window_batches: rows of about so many batches are sorted or packed together: more wastes less
-            padding, fewer mixes lengths better.
-    """
-
-    batch_rows: int
-    sequence_length: int
-    batching: Batching = "bucketed"
-    seed: int = 42
-    shuffle: bool = True
-    partial: Partial = "drop"
-    buckets: tuple[int, ...] = ()
-    window_batches: int = 32
-
-    def __post_init__(self) -> None:
-        for name in ("batch_rows", "sequence_length", "window_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)}; must be at least 1")
-        for name, allowed in (("batching", get_args(Batching)), ("partial", get_args(Partial))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}: {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
-        if self.buckets and (
-            list(self.buckets) != sorted(set(self.buckets))
-            or self.buckets[0] < 1
-            or self.buckets[-1] != self.sequence_length
-        ):
-            raise ValueError(
-                f"buckets: {self.buckets}; must increase and end with sequence_length, {self.sequence_length}"
-            )
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Every sequence length that a batch can have: one compiled shape each."""
-        if self.batching != "bucketed":
-            return (self.sequence_length,)
-        return self.buckets or packing.bucket_lengths(self.sequence_length)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,21 +65,6 @@ class EpochSummary:
         return text + (f"; {self.left_out:,} rows left out with the last batch" if self.left_out else "")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Epoch:
-    """An epoch's batches before their arrays exist."""
-
-    number: int
-    plans: list[packing.BatchPlan]
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        digest = hashlib.blake2b()
-        for plan in self.plans:
-            digest.update(repr(plan).encode())
-        return digest.hexdigest()[:32]
-
-
 class Loader:
     """Endless batches over some rows of a data set, epoch after epoch.
 
@@ -161,19 +92,17 @@ class Loader:
         """
         self.settings = settings
         self._rows = rows
-        self._indices_R = indices_R
         self._padding_token = padding_token
         # Equal orders for equal data, whether or not weights of 1 are given.
-        self._weights_R = None if weights_R is None or (weights_R == 1).all() else weights_R
-        self._lengths_R = rows.lengths_R
-        self._data_fingerprint = _data_fingerprint(rows, indices_R, padding_token, self._weights_R)
-        longest = int(self._lengths_R[indices_R].max(initial=0))
+        weights_R = None if weights_R is None or (weights_R == 1).all() else weights_R
+        self._epochs = Epochs(rows.lengths_R, indices_R, settings, weights_R)
+        self._data_fingerprint = _data_fingerprint(rows, indices_R, padding_token, weights_R)
+        longest = int(rows.lengths_R[indices_R].max(initial=0))
         if longest > settings.sequence_length:
             raise ValueError(f"a row of {longest} tokens exceeds sequence_length {settings.sequence_length}")
-        self._planned: _Epoch | None = None
         self.epoch = 0
         self.position = 0
-        if not self._plan(0):
+        if not self._epochs.plans(0):
             raise ValueError(
                 f"{len(indices_R)} rows make no batch of {settings.batch_rows} sequences; "
                 f"use fewer data.rows or more data"
@@ -184,15 +113,15 @@ class Loader:
 
     def __next__(self) -> Batch:
         """The next batch; goes on to the next epoch by itself."""
-        while self.position >= len(self._plan(self.epoch)):
+        while self.position >= len(self._epochs.plans(self.epoch)):
             self.epoch, self.position = self.epoch + 1, 0
-        batch = self._fill(self._plan(self.epoch)[self.position])
+        batch = self._batch(self._epochs.plans(self.epoch)[self.position])
         self.position += 1
         return batch
 
     def batches_in_epoch(self, epoch: int = 0) -> int:
         """Batches of an epoch (packed epochs may differ by a few)."""
-        return len(self._plan(epoch))
+        return len(self._epochs.plans(epoch))
 
     @property
     def held_bytes(self) -> int:
@@ -202,25 +131,25 @@ class Loader:
     @property
     def epochs_done(self) -> float:
         """How far training has come, in epochs."""
-        return self.epoch + self.position / len(self._plan(self.epoch))
+        return self.epoch + self.position / len(self._epochs.plans(self.epoch))
 
     def epoch_batches(self, epoch: int = 0) -> Iterator[Batch]:
         """All batches of an epoch; the loader's own position stays where it is."""
-        for plan in self._plan(epoch):
-            yield self._fill(plan)
+        for plan in self._epochs.plans(epoch):
+            yield self._batch(plan)
 
     def epoch_rows(self, epoch: int = 0) -> list[tuple[packing.Sequence, ...]]:
         """Which rows each batch of an epoch holds: per batch and sequence, indices into the data set."""
-        return [plan.sequences for plan in self._plan(epoch)]
+        return [plan.sequences for plan in self._epochs.plans(epoch)]
 
     def describe(self, epoch: int = 0) -> EpochSummary:
         """Counts rows, tokens and padding of an epoch."""
-        plans = self._plan(epoch)
+        plans = self._epochs.plans(epoch)
         used_R = np.asarray([row for plan in plans for rows in plan.sequences for row in rows], np.int64)
         return EpochSummary(
             rows=len(used_R),
-            left_out=len(self._epoch_rows(epoch)) - len(used_R),
-            tokens=int(self._lengths_R[used_R].sum()),
+            left_out=len(self._epochs.rows(epoch)) - len(used_R),
+            tokens=int(self._rows.lengths_R[used_R].sum()),
             response_tokens=int(self._rows.learned_R[used_R].sum()),
             slots=sum(plan.length * self.settings.batch_rows for plan in plans),
             batches=dict(collections.Counter(plan.length for plan in plans)),
@@ -232,7 +161,7 @@ class Loader:
             "version": _STATE_VERSION,
             "epoch": self.epoch,
             "position": self.position,
-            "order": self._order(self.epoch),
+            "order": self._epochs.fingerprint(self.epoch),
             "data": self._data_fingerprint,
             "settings": self._plain_settings(),
         }
@@ -260,10 +189,10 @@ class Loader:
         epoch, position = state["epoch"], state["position"]
         if type(epoch) is not int or type(position) is not int or epoch < 0:
             raise StateError(f"epoch {epoch!r} and position {position!r} must be whole numbers from 0")
-        batches = len(self._plan(epoch))
+        batches = len(self._epochs.plans(epoch))
         if not 0 <= position <= batches:
             raise StateError(f"position {position} lies outside epoch {epoch} of {batches} batches")
-        if state["order"] != self._order(epoch):
+        if state["order"] != self._epochs.fingerprint(epoch):
             raise StateError(f"the order of epoch {epoch} has changed since the position was saved")
         self.epoch, self.position = epoch, position
 
@@ -271,82 +200,8 @@ class Loader:
         plain = dataclasses.asdict(self.settings)
         return plain | {"buckets": list(self.settings.lengths)}
 
-    def _plan(self, epoch: int) -> list[packing.BatchPlan]:
-        """The epoch's batches; the last epoch asked for is remembered."""
-        if self._planned is None or self._planned.number != epoch:
-            self._planned = _Epoch(epoch, self._make_plan(epoch))
-        return self._planned.plans
-
-    def _order(self, epoch: int) -> str:
-        """Fingerprint of an epoch's plan."""
-        self._plan(epoch)
-        assert self._planned is not None
-        return self._planned.fingerprint
-
-    def _make_plan(self, epoch: int) -> list[packing.BatchPlan]:
-        settings = self.settings
-        indices_E = self._epoch_rows(epoch)
-        order = packing.order_rows(
-            len(indices_E), seed=settings.seed, epoch=epoch, shuffle=settings.shuffle
-        )
-        order_R = indices_E[order]
-        if settings.partial == "drop" and settings.batching != "packed":
-            # Before sorting: the rows left out are then arbitrary ones, not the longest.
-            order_R = order_R[: len(order_R) // settings.batch_rows * settings.batch_rows]
-        key = (settings.seed, epoch) if settings.shuffle else None
-        rows, length, window = settings.batch_rows, settings.sequence_length, settings.window_batches
-        match settings.batching:
-            case "padded":
-                plans = packing.plan_padded(order_R, batch_rows=rows, sequence_length=length)
-            case "bucketed":
-                plans = packing.plan_bucketed(
-                    order_R,
-                    self._lengths_R,
-                    batch_rows=rows,
-                    buckets=settings.lengths,
-                    window_batches=window,
-                    key=key,
-                )
-            case "packed":
-                plans = packing.plan_packed(
-                    order_R,
-                    self._lengths_R,
-                    batch_rows=rows,
-                    sequence_length=length,
-                    window_batches=window,
-                    key=key,
-                )
-        if settings.partial == "drop":
-            plans = [plan for plan in plans if len(plan.sequences) == rows]
-        return plans
-
-    def _epoch_rows(self, epoch: int) -> Int64[np.ndarray, " E"]:
-        """The rows that an epoch meets, each as often as its weight says."""
-        if self._weights_R is None:
-            return self._indices_R
-        return mixture.epoch_rows(self._indices_R, self._weights_R, seed=self.settings.seed, epoch=epoch)
-
-    def _fill(self, plan: packing.BatchPlan) -> Batch:
-        """The arrays of a planned batch."""
-        shape = self.settings.batch_rows, plan.length
-        tokens_BT = np.full(shape, self._padding_token, np.int32)
-        targets_BT = np.full(shape, self._padding_token, np.int32)
-        loss_mask_BT = np.zeros(shape, self._rows.response_N.dtype)
-        segment_ids_BT = np.zeros(shape, np.int32)
-        positions_BT = np.zeros(shape, np.int32)
-        for line, sequence in enumerate(plan.sequences):
-            start = 0
-            for segment, index in enumerate(sequence, start=1):
-                tokens_T, response_T = self._rows.row(index)
-                stop = start + len(tokens_T)
-                tokens_BT[line, start:stop] = tokens_T
-                segment_ids_BT[line, start:stop] = segment
-                positions_BT[line, start:stop] = np.arange(len(tokens_T), dtype=np.int32)
-                # The row's last token has no target of its own row: it stays masked.
-                targets_BT[line, start : stop - 1] = tokens_T[1:]
-                loss_mask_BT[line, start : stop - 1] = response_T[1:]
-                start = stop
-        return Batch(tokens_BT, targets_BT, loss_mask_BT, segment_ids_BT, positions_BT)
+    def _batch(self, plan: packing.BatchPlan) -> Batch:
+        return fill(plan, self._rows, batch_rows=self.settings.batch_rows, padding_token=self._padding_token)
 
 
 def _data_fingerprint(

@@ -74,9 +74,7 @@ class TokenizedRows:
     reasons: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
-    full_lengths_K: Int64[np.ndarray, " K"] = dataclasses.field(
-        default_factory=lambda: np.zeros(0, np.int64)
-    )
+    full_lengths_K: Int64[np.ndarray, " K"] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __len__(self) -> int:
         return len(self.source_R)

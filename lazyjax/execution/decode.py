@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -91,7 +91,6 @@ class Decoder:
         template = kernels.template
         self._kernels, self._store, self.plan = kernels, store, plan
         self._decode_kernels = decode_kernels(kernels)
-        self._transfers = Transfers(kernels.sharded, kernels.compute_dtype)
         self.head = len(template.spec.layers) - 1
         #: Layers whose parameters a pass needs, in order; a tied table comes last, with the head.
         self.uses = (*range(1, self.head + 1), *((0,) if template.spec.tied else ()))
@@ -104,16 +103,7 @@ class Decoder:
         if plan.batch_rows % kernels.mesh.size:
             raise PlanError(f"rows: {plan.batch_rows} cannot be split over {kernels.mesh.size} devices")
         self.sampling = sampling
-        self._resident: dict[int, Parameters] = {}
-        for layer in plan.resident:
-            slab = fetch(self._transfers, store, layer)
-            self._resident[layer] = self._kernels.parameters(template.kind(layer))(slab)[0]
-            jax.block_until_ready(self._resident[layer])
-        streamed = [layer for layer in self.uses if layer not in self._resident]
-        self.streams = bool(streamed)
-        self._fetches = itertools.cycle(streamed) if streamed else iter(())
-        self._coming: collections.deque[tuple[int, DeviceSlab]] = collections.deque()
-        self._running: collections.deque[Array] = collections.deque()
+        self._parameters = _LayerParameters(kernels, store, plan, self.uses)
         self._states: dict[int, State] = {
             layer: self._decode_kernels.empty(template.kind(layer), plan.batch_rows, plan.tokens)()
             for layer in range(1, self.head)
@@ -141,7 +131,7 @@ class Decoder:
         prompts = None if entering is None else _Work(self, entering)
         slots = None if slots_R is None else self._put(slots_R)
         tail: dict[int, Parameters] = {}
-        for layer, params in self._layers():
+        for layer, params in self._parameters.in_order():
             if not 1 <= layer < self.head:
                 tail[layer] = params
                 continue
@@ -152,15 +142,14 @@ class Decoder:
                 new = self._decode_kernels.empty(kind, prompts.rows, prompts.tokens)()
                 new = prompts.block(kind, params, new)
                 self._states[layer] = self._decode_kernels.place()(self._states[layer], new, slots)
-            self._running.extend(part.token for part in (work, prompts) if part is not None)
+            self._parameters.used_by(part.token for part in (work, prompts) if part is not None)
         head_params = tail[self.head]
         table_params = tail[0] if 0 in tail else None
         chosen = [
             None if part is None else part.choose(head_params, table_params) for part in (work, prompts)
         ]
         next_B, first_R = jax.device_get(chosen)
-        # What was enqueued before the choice has run.
-        self._running.clear()
+        self._parameters.all_ran()
         return next_B, None if first_R is None else first_R[:entered]
 
     def _even(self, rows: Rows, slots_R: Int32[np.ndarray, " R"]) -> tuple[Rows, Int32[np.ndarray, " more"]]:
@@ -174,45 +163,19 @@ class Decoder:
 
     def describe(self) -> str:
         """The plan in words."""
-        resident, used = len(self._resident), len(self.uses)
+        resident, used = len(self.plan.resident), len(self.uses)
         where = "every layer resident" if resident == used else f"{resident} of {used} layers resident"
         return f"{self.plan.batch_rows} rows of at most {self.plan.tokens} tokens decoded together, {where}"
 
     def close(self) -> None:
         """Gives the device memory back."""
-        self._coming.clear()
-        self._running.clear()
+        self._parameters.clear()
         self._states.clear()
-        self._resident.clear()
 
-    # Parameters
-
-    def _layers(self) -> Iterator[tuple[int, Parameters]]:
-        """Layers in the order of use, with their parameters."""
-        self._fetch_ahead()
-        for layer in self.uses:
-            if layer in self._resident:
-                yield layer, self._resident[layer]
-                continue
-            fetched, slab = self._coming.popleft()
-            assert fetched == layer
-            params, token = self._kernels.parameters(self._kernels.template.kind(layer))(slab)
-            del slab
-            self._running.append(token)
-            # Before this layer computes: on a GPU a buffer is usable once what was enqueued then is done.
-            self._fetch_ahead()
-            yield layer, params
-
-    def _fetch_ahead(self) -> None:
-        """Starts copies until the plan's number of slabs is on its way."""
-        while len(self._coming) < self.plan.prefetch:
-            layer = next(self._fetches, None)
-            if layer is None:
-                return
-            # At most one layer's work may be outstanding: slabs that were used are then free again.
-            while len(self._running) > 1:
-                jax.block_until_ready(self._running.popleft())
-            self._coming.append((layer, fetch(self._transfers, self._store, layer)))
+    @property
+    def streams(self) -> bool:
+        """Whether some layer does not stay on the device."""
+        return self._parameters.streams
 
     def _embed(self, tokens_BT: Int32[np.ndarray, "B T"]) -> Array:
         """x_BTD of tokens; their rows of the table are looked up on the host."""
@@ -241,6 +204,71 @@ class Decoder:
             top_p=self._put(np.float32(self.sampling.top_p)),
             rows_B=self._put(numbers_B),
         )
+
+
+class _LayerParameters:
+    """Parameters for pass after pass: of layers that stay on the device, and of those that stream through it.
+
+    Args:
+        uses: layers whose parameters a pass needs, in order.
+    """
+
+    def __init__(self, kernels: Kernels, store: HostStore, plan: DecodePlan, uses: tuple[int, ...]) -> None:
+        self._kernels, self._store, self._uses, self._prefetch = kernels, store, uses, plan.prefetch
+        self._transfers = Transfers(kernels.sharded, kernels.compute_dtype)
+        self._resident: dict[int, Parameters] = {}
+        for layer in plan.resident:
+            self._resident[layer] = self._unpack(layer, fetch(self._transfers, store, layer))[0]
+            jax.block_until_ready(self._resident[layer])
+        streamed = [layer for layer in uses if layer not in self._resident]
+        self.streams = bool(streamed)
+        self._fetches = itertools.cycle(streamed) if streamed else iter(())
+        self._coming: collections.deque[tuple[int, DeviceSlab]] = collections.deque()
+        self._running: collections.deque[Array] = collections.deque()
+
+    def in_order(self) -> Iterator[tuple[int, Parameters]]:
+        """Layers in the order of use, with their parameters."""
+        self._fetch_ahead()
+        for layer in self._uses:
+            if layer in self._resident:
+                yield layer, self._resident[layer]
+                continue
+            fetched, slab = self._coming.popleft()
+            assert fetched == layer
+            params, token = self._unpack(layer, slab)
+            del slab
+            self._running.append(token)
+            # Before this layer computes: on a GPU a buffer is usable once what was enqueued then is done.
+            self._fetch_ahead()
+            yield layer, params
+
+    def used_by(self, tokens: Iterable[Array]) -> None:
+        """Takes note of kernels that use the parameters given last."""
+        self._running.extend(tokens)
+
+    def all_ran(self) -> None:
+        """Says that all kernels of the pass have run."""
+        self._running.clear()
+
+    def clear(self) -> None:
+        """Gives the device memory back."""
+        self._coming.clear()
+        self._running.clear()
+        self._resident.clear()
+
+    def _unpack(self, layer: int, slab: DeviceSlab) -> tuple[Parameters, Array]:
+        return self._kernels.parameters(self._kernels.template.kind(layer))(slab)
+
+    def _fetch_ahead(self) -> None:
+        """Starts copies until the plan's number of slabs is on its way."""
+        while len(self._coming) < self._prefetch:
+            layer = next(self._fetches, None)
+            if layer is None:
+                return
+            # At most one layer's work may be outstanding: slabs that were used are then free again.
+            while len(self._running) > 1:
+                jax.block_until_ready(self._running.popleft())
+            self._coming.append((layer, fetch(self._transfers, self._store, layer)))
 
 
 class _Work:

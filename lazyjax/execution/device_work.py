@@ -65,11 +65,11 @@ class DeviceWork:
         if not fetched:
             return Arrays(slab)
         # The copies are used again once they are on the device. What waits for that must not hold the slab.
-        spent = [owned.take_copy(layer, part) for part in fetched] if operation.frees else []
+        spent = [owned.copies.take_copy(layer, part) for part in fetched] if operation.frees else []
 
         def give_back() -> None:
             for lent in spent:
-                owned.pool.give_back(lent)
+                owned.copies.pool.give_back(lent)
 
         return self._queues.run(Resource.H2D, give_back, [Arrays(slab)], _untimed)
 
@@ -111,7 +111,7 @@ class DeviceWork:
 
         def copy() -> None:
             if Part.GRADIENT in owned.on_nvme(layer):
-                target = owned.make_new(layer, Part.GRADIENT)[Part.GRADIENT.value]
+                target = owned.copies.make_new(layer, Part.GRADIENT)[Part.GRADIENT.value]
             else:
                 target = self._store.slabs(layer).gradient
             self._copies.into_slab(delivered, target)

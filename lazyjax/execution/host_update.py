@@ -100,7 +100,7 @@ class HostUpdates:
             updates: whether it is updated; else only what a fetch reads comes.
             fetched: the parts that a fetch reads.
         """
-        return self._owned.load(layer, Part if updates else fetched)
+        return self._owned.copies.load(layer, Part if updates else fetched)
 
     def update(self, layer: int, step: UpdateStep) -> None:
         """One optimizer step on a layer's slabs; what lives on NVMe has to be loaded."""
@@ -117,8 +117,8 @@ class HostUpdates:
 
     def spill(self, layer: int, *, updated: bool) -> Callable[[], None]:
         """Starts writing what an update has changed; what is returned waits and gives up all copies."""
-        return self._owned.store(layer, CHANGED if updated else ())
+        return self._owned.copies.store(layer, CHANGED if updated else ())
 
     def spill_gradient(self, layer: int) -> Callable[[], None]:
         """The same for a gradient that came from the device."""
-        return self._owned.store_new(layer, Part.GRADIENT)
+        return self._owned.copies.store_new(layer, Part.GRADIENT)

@@ -36,7 +36,6 @@ from lazyjax.huggingface.tensor_files import (
     FLOAT_DTYPES,
     CheckpointError,
     OutgoingTensor,
-    StoredTensor,
     read_chunks,
     write_file,
 )
@@ -106,28 +105,14 @@ def export(
     folder = Path(folder)
     if folder.exists() or folder.is_symlink():
         raise CheckpointError(f"{folder} exists; export never overwrites, name another folder")
-    stored_dtype = _STORED_DTYPES[dtype]
-    binding = None if source is None else bind(source, template)
-    entries = key_map(template) if binding is None else binding.entries
-    rest: Sequence[StoredTensor] = () if binding is None else binding.rest
-    tensors = [_outgoing(entry, store, stored_dtype) for entry in entries]
-    tensors += [
-        OutgoingTensor(tensor.key, tensor.dtype, tensor.shape, functools.partial(read_chunks, tensor))
-        for tensor in rest
-    ]
+    tensors = _all_outgoing(template, store, source, _STORED_DTYPES[dtype])
     folder.parent.mkdir(parents=True, exist_ok=True)
     check_room(folder, sum(tensor.bytes for tensor in tensors))
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
     try:
         config = to_hf_config(template.config) if source is None else dict(source.config)
         _write_json(partial / CONFIG_FILE, _with_dtype(config, dtype))
-        if source is not None:
-            _copy_files(source.folder, partial, _COPIED)
-        tokenizer_source = tokenizer_folder or (source.folder if source is not None else None)
-        if tokenizer_source is not None:
-            _copy_files(tokenizer_source, partial, _TOKENIZER_FILES)
-        if chat_template is not None:
-            (partial / CHAT_TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
+        _copy_texts(partial, source, tokenizer_folder, chat_template)
         _add_stop_tokens(partial, config, stop_token_ids)
         _write_weights(partial, tensors, max_shard_bytes, progress)
         partial.chmod(0o755)
@@ -136,6 +121,34 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return folder
+
+
+def _all_outgoing(
+    template: ModelTemplate, store: ReadableStore, source: Checkpoint | None, stored_dtype: str
+) -> list[OutgoingTensor]:
+    """The store's tensors, then those of the source that are not of the text model."""
+    if source is None:
+        return [_outgoing(entry, store, stored_dtype) for entry in key_map(template)]
+    binding = bind(source, template)
+    tensors = [_outgoing(entry, store, stored_dtype) for entry in binding.entries]
+    tensors += [
+        OutgoingTensor(tensor.key, tensor.dtype, tensor.shape, functools.partial(read_chunks, tensor))
+        for tensor in binding.rest
+    ]
+    return tensors
+
+
+def _copy_texts(
+    partial: Path, source: Checkpoint | None, tokenizer_folder: Path | None, chat_template: str | None
+) -> None:
+    """The source's own files, the tokenizer, and the chat template where it is another."""
+    if source is not None:
+        _copy_files(source.folder, partial, _COPIED)
+    tokenizer_source = tokenizer_folder or (source.folder if source is not None else None)
+    if tokenizer_source is not None:
+        _copy_files(tokenizer_source, partial, _TOKENIZER_FILES)
+    if chat_template is not None:
+        (partial / CHAT_TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
 
 
 def _free_bytes(folder: Path) -> int:

@@ -180,20 +180,8 @@ def _chunked(
         last_CB1[:-1], ((1, 0), (0, 0), (0, 0)), constant_values=0 if start_BKGEF is None else 1
     )
 
-    coarse_CBKGL, fine_CBKGL = _running_sums(g_CBKGL)
+    decay_CBKGLL, from_start_CBKGL, to_end_CBKGL, kept_CBKG = _decays(g_CBKGL, run_CBL, before_CB1)
     causal_LL = jnp.tri(CHUNK_TOKENS, dtype=jnp.bool_)
-    sees_CBLL = (run_CBL[..., :, None] == run_CBL[..., None, :]) & causal_LL
-    decay_CBKGLL = _masked_exp(
-        (coarse_CBKGL[..., :, None] - coarse_CBKGL[..., None, :])
-        + (fine_CBKGL[..., :, None] - fine_CBKGL[..., None, :]),
-        sees_CBLL,
-    )
-    total_CBKGL = coarse_CBKGL + fine_CBKGL
-    from_start_CBKGL = _masked_exp(total_CBKGL, run_CBL == before_CB1)
-    to_end_CBKGL = _masked_exp(
-        (coarse_CBKGL[..., -1:] - coarse_CBKGL) + (fine_CBKGL[..., -1:] - fine_CBKGL), run_CBL == last_CB1
-    )
-    kept_CBKG = _masked_exp(total_CBKGL[..., -1:], last_CB1 == before_CB1)[..., 0]
 
     # Keys and queries together: both meet the keys, and both read the states.
     both_CBKXE = jnp.concatenate([k_CBKLE, q_CBKLE], axis=-2)
@@ -206,9 +194,7 @@ def _chunked(
     )
     if start_BKGEF is None:
         rows, heads, groups = v_CBKGLF.shape[1:4]
-        start_BKEGF = jnp.zeros(
-            (rows, heads, k_CBKLE.shape[-1], groups, v_CBKGLF.shape[-1]), jnp.float32
-        )
+        start_BKEGF = jnp.zeros((rows, heads, k_CBKLE.shape[-1], groups, v_CBKGLF.shape[-1]), jnp.float32)
     else:
         start_BKEGF = jnp.swapaxes(start_BKGEF, 2, 3)
     written_CBKGLF, read_CBKLGF, end_BKEGF = states_through_chunks(
@@ -225,6 +211,29 @@ def _chunked(
     out_BCLKGF = jnp.transpose(out_CBKGLF, (1, 0, 4, 2, 3, 5))
     out_BTKGF = out_BCLKGF.reshape(*out_BCLKGF.shape[:1], -1, *out_BCLKGF.shape[3:])[:, :tokens]
     return out_BTKGF, jnp.swapaxes(end_BKEGF, 2, 3)
+
+
+def _decays(g_CBKGL: Array, run_CBL: Array, before_CB1: Array) -> tuple[Array, Array, Array, Array]:
+    """What is left of a state: from token to token, from a chunk's start, to its end, from start to end.
+
+    Nothing goes from run to run: `before_CB1` is the run that each chunk continues.
+    """
+    last_CB1 = run_CBL[..., -1:]
+    coarse_CBKGL, fine_CBKGL = _running_sums(g_CBKGL)
+    causal_LL = jnp.tri(CHUNK_TOKENS, dtype=jnp.bool_)
+    sees_CBLL = (run_CBL[..., :, None] == run_CBL[..., None, :]) & causal_LL
+    decay_CBKGLL = _masked_exp(
+        (coarse_CBKGL[..., :, None] - coarse_CBKGL[..., None, :])
+        + (fine_CBKGL[..., :, None] - fine_CBKGL[..., None, :]),
+        sees_CBLL,
+    )
+    total_CBKGL = coarse_CBKGL + fine_CBKGL
+    from_start_CBKGL = _masked_exp(total_CBKGL, run_CBL == before_CB1)
+    to_end_CBKGL = _masked_exp(
+        (coarse_CBKGL[..., -1:] - coarse_CBKGL) + (fine_CBKGL[..., -1:] - fine_CBKGL), run_CBL == last_CB1
+    )
+    kept_CBKG = _masked_exp(total_CBKGL[..., -1:], last_CB1 == before_CB1)[..., 0]
+    return decay_CBKGLL, from_start_CBKGL, to_end_CBKGL, kept_CBKG
 
 
 def _chunk(x: Array, padding: int, *, heads: int, mode: str = "constant") -> Array:

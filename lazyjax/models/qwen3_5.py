@@ -178,9 +178,8 @@ class GatedDeltaNet(nnx.Module):
             projected: what `in_proj_qkv`, `in_proj_a` and `in_proj_b` gave.
         """
         shape = self.shape
-        rows, tokens, channels = projected[0].shape
         earlier = shape.convolution_taps - 1
-        chunks = balanced_chunks(1, tokens, width)
+        chunks = balanced_chunks(1, projected[0].shape[1], width)
         graph, state = nnx.split((self.conv1d, self.dt_bias, self.A_log))
         leaves, structure = jax.tree.flatten(state)
         wide = tuple(leaf.astype(jnp.float32) for leaf in leaves)
@@ -204,16 +203,8 @@ class GatedDeltaNet(nnx.Module):
             carried = (memory_BKGEF, segments_BC[:, -1], continued_BP[:, kept:], continued_B[:, kept:])
             return carried, out.astype(mixed_BCP.dtype)
 
-        start = (
-            jnp.zeros(
-                (rows, shape.key_heads, shape.groups, shape.key_head_dim, shape.value_head_dim), jnp.float32
-            ),
-            jnp.full((rows,), -1, jnp.int32),
-            jnp.zeros((rows, earlier, channels), projected[0].dtype),
-            jnp.full((rows, earlier), -1, jnp.int32),
-        )
         given = tuple(split_tokens(array, chunks) for array in (*projected, segment_ids_BT))
-        _, out = jax.lax.scan(one, start, given)
+        _, out = jax.lax.scan(one, _before_any_token(shape, projected[0]), given)
         return join_tokens(out, chunks)
 
     def split(
@@ -241,6 +232,18 @@ class GatedDeltaNet(nnx.Module):
         out_BTKGF = checkpoint_name(out_BTKGF.astype(z_BTKGF.dtype), "delta_out")
         return self.out_proj(self.norm(out_BTKGF, z_BTKGF).reshape(*z_BTKGF.shape[:2], -1))
 
+
+def _before_any_token(shape: DeltaNetShape, mixed_BTP: Array) -> tuple[Array, Array, Array, Array]:
+    """What a row's first chunk continues: no state, and no token of any segment."""
+    rows, _, channels = mixed_BTP.shape
+    earlier = shape.convolution_taps - 1
+    memory = (rows, shape.key_heads, shape.groups, shape.key_head_dim, shape.value_head_dim)
+    return (
+        jnp.zeros(memory, jnp.float32),
+        jnp.full((rows,), -1, jnp.int32),
+        jnp.zeros((rows, earlier, channels), mixed_BTP.dtype),
+        jnp.full((rows, earlier), -1, jnp.int32),
+    )
 
 
 def log_decay(
@@ -270,9 +273,7 @@ class DeltaNetBlock(nnx.Module):
         mixed_BTD = self.linear_attn(self.input_layernorm(x_BTD), context)
         return self.finish(x_BTD, mixed_BTD)
 
-    def in_chunks(
-        self, x_BTD: Float[Array, "B T D"], context: Context, width: int
-    ) -> Float[Array, "B T D"]:
+    def in_chunks(self, x_BTD: Float[Array, "B T D"], context: Context, width: int) -> Float[Array, "B T D"]:
         """As a call, `width` tokens of every row at a time."""
         mixer = self.linear_attn
         mixed_BTP, z, a, b = map_modules(
@@ -303,9 +304,7 @@ class DeltaNetBlock(nnx.Module):
         """Of `rows` rows; they do not grow with the tokens."""
         return self.linear_attn.state_shapes(rows, dtype)
 
-    def finish(
-        self, x_BTD: Float[Array, "B T D"], mixed_BTD: Float[Array, "B T D"]
-    ) -> Float[Array, "B T D"]:
+    def finish(self, x_BTD: Float[Array, "B T D"], mixed_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """What follows the mixer."""
         x_BTD = checkpoint_name(x_BTD + mixed_BTD, "post_mixer")
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))

@@ -204,24 +204,13 @@ def hybrid8bit_adamw(
     Raises:
         ValueError: an argument out of its range, or `update` without params.
     """
-    if block_size < 1 or min_8bit_size < 0:
-        raise ValueError(f"block_size {block_size} and min_8bit_size {min_8bit_size} have to be positive")
-    if not 0 <= eight_bit_fraction <= 1:
-        raise ValueError(f"eight_bit_fraction is {eight_bit_fraction}, not within [0, 1]")
+    _check_coding(block_size, min_8bit_size, eight_bit_fraction)
     if isinstance(eps, float | int):
         check_epsilon(eps)
 
     def init_tensor(parameter: Array) -> TensorMoments:
         blocks = eight_bit_blocks(parameter.size, block_size, min_8bit_size, eight_bit_fraction)
-        rest = max(parameter.size - blocks * block_size, 0)
-
-        def zero_codes(dtype: jnp.dtype) -> CodedMoment:
-            return CodedMoment(jnp.zeros((blocks, block_size), dtype), jnp.zeros(blocks, jnp.float32))
-
-        zeros_R = jnp.zeros(rest, jnp.float32)
-        return TensorMoments(
-            zero_codes(jnp.dtype(jnp.int8)), zero_codes(jnp.dtype(jnp.uint8)), zeros_R, zeros_R
-        )
+        return _zero_moments(parameter.size, blocks, block_size)
 
     def init(params: optax.Params) -> Hybrid8bitState:
         return Hybrid8bitState(jnp.zeros((), jnp.int32), jax.tree.map(init_tensor, params))
@@ -243,19 +232,45 @@ def hybrid8bit_adamw(
             count=count,
         )
         decays = mask(params) if callable(mask) else mask
-        if decays is None:
-            decays = jax.tree.map(lambda _: True, params)
-
-        def step(parameter: Array, gradient: Array, moments: TensorMoments, decay: bool | Array) -> _Stepped:
-            decay_step = jnp.where(decay, scalars.decay_step, 0.0)
-            return _tensor_step(gradient, parameter, moments, scalars, decay_step)
-
-        stepped = jax.tree.map(step, params, updates, state.moments, decays)
-        new_updates = jax.tree.map(lambda tensor: tensor.update, stepped, is_leaf=_is_stepped)
-        new_moments = jax.tree.map(lambda tensor: tensor.moments, stepped, is_leaf=_is_stepped)
+        new_updates, new_moments = _all_steps(updates, params, state.moments, scalars, decays)
         return new_updates, Hybrid8bitState(count, new_moments)
 
     return optax.GradientTransformation(init, update)
+
+
+def _all_steps(
+    updates: optax.Updates, params: optax.Params, moments: Any, scalars: AdamScalars, decays: Any
+) -> tuple[optax.Updates, Any]:
+    """Updates and new moments of all tensors; `decays` says where weight decay applies, None: everywhere."""
+    if decays is None:
+        decays = jax.tree.map(lambda _: True, params)
+
+    def step(parameter: Array, gradient: Array, own: TensorMoments, decay: bool | Array) -> _Stepped:
+        decay_step = jnp.where(decay, scalars.decay_step, 0.0)
+        return _tensor_step(gradient, parameter, own, scalars, decay_step)
+
+    stepped = jax.tree.map(step, params, updates, moments, decays)
+    return (
+        jax.tree.map(lambda tensor: tensor.update, stepped, is_leaf=_is_stepped),
+        jax.tree.map(lambda tensor: tensor.moments, stepped, is_leaf=_is_stepped),
+    )
+
+
+def _check_coding(block_size: int, min_8bit_size: int, eight_bit_fraction: float) -> None:
+    if block_size < 1 or min_8bit_size < 0:
+        raise ValueError(f"block_size {block_size} and min_8bit_size {min_8bit_size} have to be positive")
+    if not 0 <= eight_bit_fraction <= 1:
+        raise ValueError(f"eight_bit_fraction is {eight_bit_fraction}, not within [0, 1]")
+
+
+def _zero_moments(elements: int, blocks: int, block_size: int) -> TensorMoments:
+    """Both moments of a tensor: codes of its first `blocks` blocks, the rest in float32."""
+
+    def zero_codes(dtype: jnp.dtype) -> CodedMoment:
+        return CodedMoment(jnp.zeros((blocks, block_size), dtype), jnp.zeros(blocks, jnp.float32))
+
+    zeros_R = jnp.zeros(max(elements - blocks * block_size, 0), jnp.float32)
+    return TensorMoments(zero_codes(jnp.dtype(jnp.int8)), zero_codes(jnp.dtype(jnp.uint8)), zeros_R, zeros_R)
 
 
 def _squared_norm(updates: optax.Updates) -> Float32[Array, ""]:

@@ -26,55 +26,78 @@ class _Kind(NamedTuple):
     describe: Callable[[int], Described]
 
 
-class OwnedMemory:
-    """The parts of all layers.
+class _DriveCopies:
+    """Parts as they are on the drive, and buffers to read them into."""
 
-    Copies for steps may be brought up and taken down from several threads, one part of a layer at a time.
+    def __init__(self, drive: Drive | None) -> None:
+        self.drive = drive
+        self.kinds: dict[Part, _Kind] = {}
+        self.pool = BufferPool()
+        self._written: set[tuple[int, Part]] = set()
+
+    def bring(self, layer: int, part: Part) -> tuple[Lent, list[DriveTransfer]]:
+        """A copy, and the reads that fill it; one that was never written is made as it was."""
+        if (layer, part) not in self._written:
+            return Lent(self.kinds[part].make(layer), ()), []
+        lent = self.pool.lend(self.kinds[part].describe(layer))
+        return lent, self._start_reading(layer, part, lent.arrays)
+
+    def restored(self, layer: int, part: Part) -> Arrays:
+        """A part in new memory, as it is on the drive."""
+        arrays = self.kinds[part].make(layer)
+        if (layer, part) in self._written:
+            _finish(self._start_reading(layer, part, arrays))
+        return arrays
+
+    def start_writing(self, layer: int, part: Part, arrays: Arrays) -> list[DriveTransfer]:
+        """Starts writing all arrays of a part."""
+        drive = self._required_drive()
+        self._written.add((layer, part))
+        return [drive.write(_key(layer, part, name), _raw(array)) for name, array in arrays.items()]
+
+    def delete(self, layer: int, part: Part) -> None:
+        """Removes a part from the drive, if it is there."""
+        if (layer, part) in self._written:
+            self._written.remove((layer, part))
+            for name in self.kinds[part].describe(layer):
+                self._required_drive().delete(_key(layer, part, name))
+
+    def _start_reading(self, layer: int, part: Part, arrays: Arrays) -> list[DriveTransfer]:
+        drive = self._required_drive()
+        return [drive.read(_key(layer, part, name), _raw(array)) for name, array in arrays.items()]
+
+    def _required_drive(self) -> Drive:
+        assert self.drive is not None
+        return self.drive
+
+
+class StepCopies:
+    """Copies of what lives on the drive, for the steps that work on them.
+
+    They may be brought up and taken down from several threads, one part of a layer at a time.
 
     Args:
-        on_nvme: what of every layer lives on the drive from the beginning.
+        on_nvme: what of every layer lives on the drive; changes with what `OwnedMemory` places there.
     """
 
-    def __init__(self, on_nvme: Sequence[frozenset[Part]], drive: Drive | None = None) -> None:
-        self._on_nvme, self._drive = list(on_nvme), drive
-        self._kinds: dict[Part, _Kind] = {}
-        self._resident: dict[tuple[int, Part], Arrays] = {}
+    def __init__(self, drive_copies: _DriveCopies, on_nvme: Sequence[frozenset[Part]]) -> None:
+        self._drive_copies, self._on_nvme = drive_copies, on_nvme
         self._copies: dict[tuple[int, Part], Lent] = {}
         self._new: dict[tuple[int, Part], Lent] = {}
-        self._written: set[tuple[int, Part]] = set()
         self._lock = threading.Lock()
-        self.pool = BufferPool()
+        self.pool = drive_copies.pool
 
-    def add(self, part: Part, make: Callable[[int], Arrays], describe: Callable[[int], Described]) -> None:
-        """Adds a part to all layers.
-
-        Args:
-            make: gives the arrays of a layer as they are before anything was learned.
-            describe: their names, shapes and types, without making them.
-        """
-        self._kinds[part] = _Kind(make, describe)
-
-    def on_nvme(self, layer: int) -> frozenset[Part]:
-        """What of a layer lives on the drive."""
-        return self._on_nvme[layer]
-
-    def in_memory(self, layer: int, part: Part) -> Arrays | None:
-        """A part that lives in memory, or the copy that a step has brought up; None where there is none."""
-        if part not in self._on_nvme[layer]:
-            if (layer, part) not in self._resident:
-                self._resident[layer, part] = self._kinds[part].make(layer)
-            return self._resident[layer, part]
+    def find(self, layer: int, part: Part) -> Arrays | None:
+        """The copy that was brought up; None where there is none."""
         with self._lock:
             lent = self._copies[layer, part] if (layer, part) in self._copies else None
         return None if lent is None else lent.arrays
-
-    # Copies of steps
 
     def load(self, layer: int, parts: Collection[Part]) -> Callable[[], None]:
         """Starts bringing up those of `parts` that live on the drive; returns what waits for the end."""
         reads = []
         for part in self._on_nvme[layer].intersection(parts):
-            lent, own = self._bring(layer, part)
+            lent, own = self._drive_copies.bring(layer, part)
             with self._lock:
                 self._copies[layer, part] = lent
             reads += own
@@ -92,7 +115,7 @@ class OwnedMemory:
 
     def make_new(self, layer: int, part: Part) -> Arrays:
         """A copy for new contents, beside what `load` brought up of the old ones."""
-        lent = self.pool.lend(self._kinds[part].describe(layer))
+        lent = self.pool.lend(self._drive_copies.kinds[part].describe(layer))
         with self._lock:
             self._new[layer, part] = lent
         return lent.arrays
@@ -108,7 +131,7 @@ class OwnedMemory:
     ) -> Callable[[], None]:
         writes = []
         for part in leaving.keys() & set(written):
-            writes += self._start_writing(layer, part, leaving[part].arrays)
+            writes += self._drive_copies.start_writing(layer, part, leaving[part].arrays)
 
         def end() -> None:
             _finish(writes)
@@ -122,7 +145,42 @@ class OwnedMemory:
         with self._lock:
             return self._copies.pop((layer, part))
 
-    # Everything else
+
+class OwnedMemory:
+    """The parts of all layers.
+
+    Args:
+        on_nvme: what of every layer lives on the drive from the beginning.
+
+    Attributes:
+        copies: what steps bring up and take down.
+    """
+
+    def __init__(self, on_nvme: Sequence[frozenset[Part]], drive: Drive | None = None) -> None:
+        self._on_nvme, self._below = list(on_nvme), _DriveCopies(drive)
+        self._resident: dict[tuple[int, Part], Arrays] = {}
+        self.copies = StepCopies(self._below, self._on_nvme)
+
+    def add(self, part: Part, make: Callable[[int], Arrays], describe: Callable[[int], Described]) -> None:
+        """Adds a part to all layers.
+
+        Args:
+            make: gives the arrays of a layer as they are before anything was learned.
+            describe: their names, shapes and types, without making them.
+        """
+        self._below.kinds[part] = _Kind(make, describe)
+
+    def on_nvme(self, layer: int) -> frozenset[Part]:
+        """What of a layer lives on the drive."""
+        return self._on_nvme[layer]
+
+    def in_memory(self, layer: int, part: Part) -> Arrays | None:
+        """A part that lives in memory, or the copy that a step has brought up; None where there is none."""
+        if part not in self._on_nvme[layer]:
+            if (layer, part) not in self._resident:
+                self._resident[layer, part] = self._below.kinds[part].make(layer)
+            return self._resident[layer, part]
+        return self.copies.find(layer, part)
 
     @contextlib.contextmanager
     def reading(self, layer: int, parts: Collection[Part]) -> Iterator[dict[Part, Arrays]]:
@@ -136,8 +194,8 @@ class OwnedMemory:
             reads = []
             for part in parts:
                 if part in self._on_nvme[layer]:
-                    lent, own = self._bring(layer, part)
-                    stack.callback(self.pool.give_back, lent)
+                    lent, own = self._below.bring(layer, part)
+                    stack.callback(self.copies.pool.give_back, lent)
                     arrays[part] = lent.arrays
                     reads += own
                 else:
@@ -150,7 +208,7 @@ class OwnedMemory:
     def write(self, layer: int, arrays: Mapping[Part, Arrays]) -> None:
         """Puts back what `reading` gave, with new contents."""
         written = {part: own for part, own in arrays.items() if part in self._on_nvme[layer]}
-        _finish([w for part, own in written.items() for w in self._start_writing(layer, part, own)])
+        _finish([w for part, own in written.items() for w in self._below.start_writing(layer, part, own)])
 
     def place(self, on_nvme: Sequence[Collection[Part]], drive: Drive | None) -> None:
         """Moves `on_nvme` of every layer to the drive and everything else into memory.
@@ -166,56 +224,30 @@ class OwnedMemory:
         for layer, (before, after) in enumerate(zip(self._on_nvme, wanted, strict=True)):
             leaving += [(layer, part) for part in sorted(after - before)]
             coming += [(layer, part) for part in sorted(before - after)]
-        keeping, self._drive = self._drive, drive if leaving else self._drive
+        keeping = self._below.drive
+        if leaving:
+            self._below.drive = drive
         try:
             for layer, part in leaving:
                 arrays = self.in_memory(layer, part)
                 assert arrays is not None
-                _finish(self._start_writing(layer, part, arrays))
+                _finish(self._below.start_writing(layer, part, arrays))
         except BaseException:
-            self._drive = keeping
+            self._below.drive = keeping
             raise
         arrived = {}
         for layer, part in coming:
-            arrays = arrived[layer, part] = self._kinds[part].make(layer)
-            if (layer, part) in self._written:
-                _finish(self._start_reading(layer, part, arrays))
+            arrived[layer, part] = self._below.restored(layer, part)
         self._resident |= arrived
         for place in leaving:
             self._resident.pop(place, None)
-        self._delete(coming)
-        self._on_nvme = wanted
+        for layer, part in coming:
+            self._below.delete(layer, part)
+        self._on_nvme[:] = wanted
         for layer in range(len(wanted)):
-            for part in self._kinds.keys() - wanted[layer]:
+            for part in self._below.kinds.keys() - wanted[layer]:
                 self.in_memory(layer, part)  # made now, so that no step has to
-        self.pool.clear()
-
-    def _delete(self, places: Collection[tuple[int, Part]]) -> None:
-        for layer, part in places:
-            if (layer, part) in self._written:
-                self._written.remove((layer, part))
-                for name in self._kinds[part].describe(layer):
-                    self._required_drive().delete(_key(layer, part, name))
-
-    def _bring(self, layer: int, part: Part) -> tuple[Lent, list[DriveTransfer]]:
-        """A copy, and the reads that fill it; one that was never written is made as it was."""
-        if (layer, part) not in self._written:
-            return Lent(self._kinds[part].make(layer), ()), []
-        lent = self.pool.lend(self._kinds[part].describe(layer))
-        return lent, self._start_reading(layer, part, lent.arrays)
-
-    def _start_reading(self, layer: int, part: Part, arrays: Arrays) -> list[DriveTransfer]:
-        drive = self._required_drive()
-        return [drive.read(_key(layer, part, name), _raw(array)) for name, array in arrays.items()]
-
-    def _start_writing(self, layer: int, part: Part, arrays: Arrays) -> list[DriveTransfer]:
-        drive = self._required_drive()
-        self._written.add((layer, part))
-        return [drive.write(_key(layer, part, name), _raw(array)) for name, array in arrays.items()]
-
-    def _required_drive(self) -> Drive:
-        assert self._drive is not None
-        return self._drive
+        self.copies.pool.clear()
 
 
 def _finish(transfers: Sequence[DriveTransfer]) -> None:

@@ -85,20 +85,20 @@ def test_a_step_brings_up_and_takes_down_and_uses_its_buffers_again(tmp_path):
     addresses = set()
     for _ in range(3):
         for layer in (1, 2):
-            owned.load(layer, (Part.HI, Part.LO))()
+            owned.copies.load(layer, (Part.HI, Part.LO))()
             slabs = store.slabs(layer)
             addresses |= {slabs.hi.ctypes.data, slabs.lo.ctypes.data}
             assert slabs.hi.ctypes.data % 4096 == 0
             slabs.set_master("w", slabs.master("w") + 1)
-            owned.store(layer, (Part.HI, Part.LO))()
+            owned.copies.store(layer, (Part.HI, Part.LO))()
             assert store.slabs(layer).hi.size == 0
     assert len(addresses) == 2
     for layer in (1, 2):
         np.testing.assert_array_equal(store.layers[layer].master("w"), ((values[layer] + 1) + 1) + 1)
     # A clean copy is dropped, and changes to it with it.
-    owned.load(1, (Part.HI,))()
+    owned.copies.load(1, (Part.HI,))()
     store.slabs(1).hi[:] = 0
-    owned.pool.give_back(owned.take_copy(1, Part.HI))
+    owned.copies.pool.give_back(owned.copies.take_copy(1, Part.HI))
     np.testing.assert_array_equal(store.layers[1].master("w"), ((values[1] + 1) + 1) + 1)
     drive.close()
 
@@ -110,14 +110,14 @@ def test_a_new_gradient_may_come_while_the_old_one_is_still_held(tmp_path):
     filled(store)
     owned = store.owned
     for number in (1, 2):
-        owned.make_new(3, Part.GRADIENT)["gradient"][:] = number
-        owned.store_new(3, Part.GRADIENT)()
+        owned.copies.make_new(3, Part.GRADIENT)["gradient"][:] = number
+        owned.copies.store_new(3, Part.GRADIENT)()
         if number == 1:
-            owned.load(3, (Part.HI, Part.LO, Part.GRADIENT))()
+            owned.copies.load(3, (Part.HI, Part.LO, Part.GRADIENT))()
     assert (store.slabs(3).gradient == 1).all()
-    owned.make_new(3, Part.GRADIENT)["gradient"][:] = 3
-    end = owned.store(3, (Part.LO, Part.HI))
-    owned.store_new(3, Part.GRADIENT)()
+    owned.copies.make_new(3, Part.GRADIENT)["gradient"][:] = 3
+    end = owned.copies.store(3, (Part.LO, Part.HI))
+    owned.copies.store_new(3, Part.GRADIENT)()
     end()
     assert (store.layers[3].gradient == 3).all()
     drive.close()
@@ -129,8 +129,8 @@ def test_a_damaged_file_is_named_and_never_used(tmp_path, part, harm):
     drive = NvmeStore(tmp_path)
     store = store_on(drive)
     filled(store)
-    store.owned.make_new(2, Part.GRADIENT)["gradient"][:] = 7
-    store.owned.store_new(2, Part.GRADIENT)()
+    store.owned.copies.make_new(2, Part.GRADIENT)["gradient"][:] = 7
+    store.owned.copies.store_new(2, Part.GRADIENT)()
     path = file_of(drive, f"{part.value}-2")
     contents = bytearray(path.read_bytes())
     contents[777] ^= 16
@@ -142,7 +142,7 @@ def test_a_damaged_file_is_named_and_never_used(tmp_path, part, harm):
         case "remove":
             path.unlink()
     with pytest.raises(NvmeError, match=f"'{part.value}-2'"):
-        store.owned.load(2, (part,))()
+        store.owned.copies.load(2, (part,))()
     with pytest.raises(NvmeError, match=f"'{part.value}-2'"), store.owned.reading(2, (part,)):
         pass
     with store.owned.reading(1, (part,)):
