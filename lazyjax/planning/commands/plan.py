@@ -17,6 +17,7 @@ from lazyjax.hardware.profile import HardwareProfile, load_profile
 from lazyjax.huggingface.find import read_architecture
 from lazyjax.models.attention import FUSED
 from lazyjax.models.registry import build_template
+from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import OPTIMIZERS
 from lazyjax.planning.commands.picture import check_path, write_picture
 from lazyjax.planning.commands.plot import plot_timeline
@@ -56,74 +57,21 @@ def plan_command(arguments: Sequence[str]) -> None:
     """Plan a training step: lazyjax plan --model NAME --hardware PROFILE --batch ROWS --seq TOKENS."""
     options = _parser().parse_args(list(arguments))
     console = Console()
-    if options.batch is None and options.max_batch is None:
-        raise PlanError("--batch: say how many rows a batch has, or find out with --max-batch ROWS")
-    if options.batch is not None and options.max_batch is not None:
-        raise PlanError("--batch plans that many rows, --max-batch looks for their number: give one of them")
-    _check_outputs(options)
-    whole = build_template(read_architecture(options.model), options.attention)
-    template = whole.in_chunks(options.token_chunk)
-    last = len(template.spec.layers) - 1
-    if options.explain is not None and not 0 <= options.explain <= last:
-        raise PlanError(f"--explain {options.explain}: the model has layers 0 to {last}")
-    profile = load_profile(options.hardware)
-    if options.devices is not None or options.hosts is not None:
-        devices = options.devices or profile.devices
-        profile = profile.spread(devices, options.hosts or 1, source="--devices and --hosts")
-
-    def ask(batch_rows: int, *, nvme: bool = options.nvme, optimizer: str = options.optimizer) -> Request:
-        request = build_request(
-            template,
-            profile,
-            batch_rows=batch_rows,
-            sequence_length=options.seq,
-            optimizer=optimizer,
-            compute_dtype=options.dtype,
-            gradient_dtype=options.gradient_dtype,
-            device_bytes=_bytes(options.device_gb),
-            host_bytes=_bytes(options.host_gb),
-            nvme_bytes=None if nvme else 0,
-        )
-        fixed = {key: getattr(options, key) for key in ("microbatches", "interlayer_home", "update")}
-        return dataclasses.replace(request, **fixed)
-
-    batch_rows = options.batch
-    if options.max_batch is not None:
-        unit = profile.devices * (options.microbatches or 1)
+    _check_options(options)
+    ask = _asking(options)
+    if options.max_batch is None:
+        batch_rows = options.batch
+    else:
+        unit = ask.profile.devices * (options.microbatches or 1)
         # Where none fits, the smallest one says what is missing.
         batch_rows = _recommended_rows(ask, batches_up_to(options.max_batch, unit), options, console) or unit
-    request = ask(batch_rows)
-    offers: dict[str, Request] = {}
-    if profile.nvme_bytes and not options.nvme:
-        offers["--nvme (the profile has a drive)"] = ask(batch_rows, nvme=True)
-    if options.optimizer != DEFAULT_OPTIMIZER:
-        offers[f"--optimizer {DEFAULT_OPTIMIZER}"] = ask(batch_rows, optimizer=DEFAULT_OPTIMIZER)
-    found = None
-    if options.plan is not None:
-        plan = load_plan(options.plan)
-        check_batch(plan, request, str(options.plan))
-        undecided = {"device"} if request.chunked is None else {"device", "token_chunk"}
-        asked = {key: value for key, value in request.made_for.items() if key not in undecided}
-        check_made_for(plan, asked, str(options.plan))
-        validate_plan(plan, template.spec, residual_names(request.at(plan)))
-    else:
-        folder = None if options.no_cache else cache.default_folder()
-        plan, found = solve_cached(
-            request,
-            folder,
-            time_limit_seconds=options.time_limit,
-            relative_gap=options.gap / 100,
-            console=console,
-            offers=offers,
-        )
-        if found is None:
-            console.print("[dim]solved before: from the cache[/dim]", highlight=False)
-    key = request_key(request)
-    request = request.at(plan)
+    asked = ask(batch_rows)
+    plan = _solved(options, asked, ask, console) if options.plan is None else _loaded(options.plan, asked)
+    request = asked.at(plan)
     verification = verify_for(request, plan)
     baselines = baseline_rows(request)
     _write_outputs(options, request, plan, verification, baselines)
-    hardware = f"{options.hardware} ({profile.device}){_spread_in_words(profile)}"
+    hardware = f"{options.hardware} ({ask.profile.device})"
     rows_seen = options.epoch_rows
     report = plan_report(request, plan, verification, baselines, hardware=hardware, epoch_rows=rows_seen)
     console.print(report, highlight=False)
@@ -131,17 +79,105 @@ def plan_command(arguments: Sequence[str]) -> None:
         console.print(explain(request, plan, options.explain))
     written = options.out
     if written is None and options.plan is None and not options.no_cache:
-        written = cache.path_of(cache.default_folder(), key)
+        written = cache.path_of(cache.default_folder(), request_key(asked))
     if written is not None and written.exists():
         console.print(f"plan: {written}", soft_wrap=True, highlight=False)
 
 
-def _spread_in_words(profile: HardwareProfile) -> str:
-    """Nothing for one device."""
-    if profile.devices == 1:
-        return ""
-    hosts = "one host" if profile.hosts == 1 else f"{profile.hosts} hosts"
-    return f", {profile.devices} devices in {hosts},"
+def _check_options(options: argparse.Namespace) -> None:
+    """What can be said before a model is read.
+
+    Raises:
+        PlanError: naming the option.
+    """
+    if options.batch is None and options.max_batch is None:
+        raise PlanError("--batch: say how many rows a batch has, or find out with --max-batch ROWS")
+    if options.batch is not None and options.max_batch is not None:
+        raise PlanError("--batch plans that many rows, --max-batch looks for their number: give one of them")
+    _check_outputs(options)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asking:
+    """The command line's question, for any batch."""
+
+    options: argparse.Namespace
+    template: ModelTemplate
+    profile: HardwareProfile
+
+    def __call__(self, batch_rows: int, *, nvme: bool | None = None, optimizer: str | None = None) -> Request:
+        """The question for `batch_rows`; with another choice of NVMe or optimizer where one is given."""
+        options = self.options
+        request = build_request(
+            self.template,
+            self.profile,
+            batch_rows=batch_rows,
+            sequence_length=options.seq,
+            optimizer=options.optimizer if optimizer is None else optimizer,
+            compute_dtype=options.dtype,
+            gradient_dtype=options.gradient_dtype,
+            device_bytes=_bytes(options.device_gb),
+            host_bytes=_bytes(options.host_gb),
+            nvme_bytes=None if (options.nvme if nvme is None else nvme) else 0,
+        )
+        fixed = {key: getattr(options, key) for key in ("microbatches", "interlayer_home", "update")}
+        return dataclasses.replace(request, **fixed)
+
+    def offers(self, batch_rows: int) -> dict[str, Request]:
+        """The question with what the command line leaves out, by what would have to be added."""
+        offers: dict[str, Request] = {}
+        if self.profile.nvme_bytes and not self.options.nvme:
+            offers["--nvme (the profile has a drive)"] = self(batch_rows, nvme=True)
+        if self.options.optimizer != DEFAULT_OPTIMIZER:
+            offers[f"--optimizer {DEFAULT_OPTIMIZER}"] = self(batch_rows, optimizer=DEFAULT_OPTIMIZER)
+        return offers
+
+
+def _asking(options: argparse.Namespace) -> _Asking:
+    """Reads the model and the profile.
+
+    Raises:
+        PlanError: `--explain` names a layer that the model does not have.
+    """
+    whole = build_template(read_architecture(options.model), options.attention)
+    last = len(whole.spec.layers) - 1
+    if options.explain is not None and not 0 <= options.explain <= last:
+        raise PlanError(f"--explain {options.explain}: the model has layers 0 to {last}")
+    profile = load_profile(options.hardware)
+    if options.devices is not None or options.hosts is not None:
+        devices = options.devices or profile.devices
+        profile = profile.spread(devices, options.hosts or 1, source="--devices and --hosts")
+    return _Asking(options, whole.in_chunks(options.token_chunk), profile)
+
+
+def _loaded(path: pathlib.Path, request: Request) -> Plan:
+    """The plan of a file.
+
+    Raises:
+        PlanError: it cannot be read, or was made for something else.
+    """
+    plan = load_plan(path)
+    check_batch(plan, request, str(path))
+    undecided = {"device"} if request.chunked is None else {"device", "token_chunk"}
+    asked = {key: value for key, value in request.made_for.items() if key not in undecided}
+    check_made_for(plan, asked, str(path))
+    validate_plan(plan, request.spec, residual_names(request.at(plan)))
+    return plan
+
+
+def _solved(options: argparse.Namespace, request: Request, ask: _Asking, console: Console) -> Plan:
+    """The planner's plan, or the one it found before."""
+    plan, found = solve_cached(
+        request,
+        None if options.no_cache else cache.default_folder(),
+        time_limit_seconds=options.time_limit,
+        relative_gap=options.gap / 100,
+        console=console,
+        offers=ask.offers(request.batch_rows),
+    )
+    if found is None:
+        console.print("[dim]solved before: from the cache[/dim]", highlight=False)
+    return plan
 
 
 def _write_outputs(

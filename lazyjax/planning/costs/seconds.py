@@ -27,7 +27,13 @@ from lazyjax.planning.costs.layers import (
 from lazyjax.planning.costs.sizes import model_sizes
 from lazyjax.planning.costs.trace import Kernel, Work, saved_in_order
 from lazyjax.planning.program.contention import Contention
-from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, Action, ModelSizes, Operation, Schedule
+from lazyjax.planning.program.schedule import (
+    COMPUTE_ACTIONS,
+    Action,
+    ModelSizes,
+    Operation,
+    Schedule,
+)
 from lazyjax.specs import ModelSpec, SlabLayout, item_bytes, slab_layout
 
 #: Tokens whose logits exist at once, as `lazyjax.execution.kernels.Kernels` has it by default.
@@ -161,9 +167,9 @@ class Costs:
             case Action.GATHER | Action.REDUCE_SCATTER:
                 return profile.collective_seconds(operation.bytes)
             case Action.LOAD | Action.LOAD_STATE | Action.LOAD_PARAMETERS:
-                return self._nvme_seconds(operation.bytes, "nvme_read_bytes_per_second")
+                return _nvme_seconds(profile, operation.bytes, "nvme_read_bytes_per_second")
             case Action.SPILL | Action.SPILL_STATE | Action.SPILL_GRADIENT:
-                return self._nvme_seconds(operation.bytes, "nvme_write_bytes_per_second")
+                return _nvme_seconds(profile, operation.bytes, "nvme_write_bytes_per_second")
             case Action.UPDATE:
                 return self.update_seconds(operation.layer)
             case _:
@@ -192,7 +198,9 @@ class Costs:
     def save_sets(self, kind: str) -> Sequence[SaveSet]:
         """Sets of residuals worth keeping in layers of `kind`, the empty one first."""
         if kind not in self._known_sets:
-            self._known_sets[kind] = self.source.save_sets(kind, self._seconds)
+            self._known_sets[kind] = self.source.save_sets(
+                kind, functools.partial(_work_seconds, self.profile)
+            )
         return self._known_sets[kind]
 
     def working_bytes(self, action: Action, layer: int, saved: tuple[str, ...]) -> int:
@@ -235,20 +243,6 @@ class Costs:
             self, profile=profile, measured={}, measured_working_bytes={}, _known={}, _known_sets={}
         )
 
-    def _seconds(self, work: Work) -> float:
-        profile = self.profile
-        return work.seconds(
-            profile.matmul_flops_per_second,
-            profile.device_bandwidth_bytes_per_second,
-            profile.kernel_launch_seconds,
-        )
-
-    def _nvme_seconds(self, moved_bytes: int, figure: str) -> float:
-        rate = getattr(self.profile, figure)
-        if rate is None:
-            raise CostError(f"profile {self.profile.name}: the plan uses NVMe, {figure} is missing")
-        return moved_bytes * self.profile.devices_per_host / rate
-
     def _compute_seconds(self, operation: Operation) -> float:
         key = measured_key(operation, self.spec)
         if key not in self._known:
@@ -278,8 +272,25 @@ class Costs:
             if self.sizes.shared:
                 # The gradient of the whole layer is written for the sum over devices.
                 moved = (own.accumulator_bytes + table_bytes) * self.sizes.devices
-        gradients = self._seconds(Work({Kernel(0, moved): 1}))
-        return self._seconds(self.source.work(key.kind, key.phase, key.saved)) + gradients
+        gradients = _work_seconds(self.profile, Work({Kernel(0, moved): 1}))
+        work = self.source.work(key.kind, key.phase, key.saved)
+        return _work_seconds(self.profile, work) + gradients
+
+
+def _work_seconds(profile: HardwareProfile, work: Work) -> float:
+    return work.seconds(
+        profile.matmul_flops_per_second,
+        profile.device_bandwidth_bytes_per_second,
+        profile.kernel_launch_seconds,
+    )
+
+
+def _nvme_seconds(profile: HardwareProfile, device_bytes: int, figure: str) -> float:
+    """Seconds for the shards of all devices of a host; `figure` names the profile's rate."""
+    rate = getattr(profile, figure)
+    if rate is None:
+        raise CostError(f"profile {profile.name}: the plan uses NVMe, {figure} is missing")
+    return device_bytes * profile.devices_per_host / rate
 
 
 def measured_key(operation: Operation, spec: ModelSpec) -> MeasuredKey:

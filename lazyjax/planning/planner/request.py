@@ -41,28 +41,14 @@ def build_request(
         identity: names `costs` in the cache's key, where they are not the profile's.
     """
     spec, devices = template.spec, profile.devices
-    made = make_host_optimizer(optimizer, threads=1, path="pure")
-
-    @functools.cache
-    def tables(width: int | None) -> Tables:
-        @functools.cache
-        def profile_costs(microbatch_rows: int) -> Costs:
-            return template_costs(
-                template.in_chunks(width),
-                profile,
-                microbatch_rows=microbatch_rows,
-                sequence_length=sequence_length,
-                optimizer=made,
-                compute_dtype=compute_dtype,
-                gradient_dtype=gradient_dtype,
-            )
-
-        @functools.cache
-        def sizes(microbatch_rows: int) -> ModelSizes:
-            return profile_costs(microbatch_rows).sizes
-
-        return Tables(sizes, profile_costs)
-
+    tables = _tables_by_chunk(
+        template,
+        profile,
+        sequence_length=sequence_length,
+        optimizer=make_host_optimizer(optimizer, threads=1, path="pure"),
+        compute_dtype=compute_dtype,
+        gradient_dtype=gradient_dtype,
+    )
     sizes, profile_costs = tables(template.token_chunk)
     is_open = costs is None and template.token_chunk is None
     words = [optimizer, compute_dtype, gradient_dtype, str(template.token_chunk)]
@@ -88,6 +74,58 @@ def build_request(
             "token_chunk": template.token_chunk,
         },
     )
+
+
+def _tables_by_chunk(
+    template: ModelTemplate, profile: HardwareProfile, **fixed: Any
+) -> Callable[[int | None], Tables]:
+    """token_chunk -> bytes and costs from the profile's rates; everything is worked out once.
+
+    Args:
+        fixed: further arguments of `template_costs`, besides the rows of a microbatch.
+    """
+
+    @functools.cache
+    def tables(width: int | None) -> Tables:
+        chunked = template.in_chunks(width)
+
+        @functools.cache
+        def costs(microbatch_rows: int) -> Costs:
+            return template_costs(chunked, profile, microbatch_rows=microbatch_rows, **fixed)
+
+        @functools.cache
+        def sizes(microbatch_rows: int) -> ModelSizes:
+            return costs(microbatch_rows).sizes
+
+        return Tables(sizes, costs)
+
+    return tables
+
+
+def _tables_by_chunk(
+    template: ModelTemplate, profile: HardwareProfile, **fixed: Any
+) -> Callable[[int | None], Tables]:
+    """token_chunk -> bytes and costs from the profile's rates; everything is worked out once.
+
+    Args:
+        fixed: further arguments of `template_costs`, besides the rows of a microbatch.
+    """
+
+    @functools.cache
+    def tables(width: int | None) -> Tables:
+        chunked = template.in_chunks(width)
+
+        @functools.cache
+        def costs(microbatch_rows: int) -> Costs:
+            return template_costs(chunked, profile, microbatch_rows=microbatch_rows, **fixed)
+
+        @functools.cache
+        def sizes(microbatch_rows: int) -> ModelSizes:
+            return costs(microbatch_rows).sizes
+
+        return Tables(sizes, costs)
+
+    return tables
 
 
 def _capacity(

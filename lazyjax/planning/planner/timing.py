@@ -200,10 +200,10 @@ class _Waits:
             # Moves up are not issued before; moves down copy what it made.
             yield self.last_compute, ALWAYS
         if action is Action.FETCH and self.expansion.settings.update == "deferred":
-            yield self.index[self.expansion.update_slot(operation.layer)], ALWAYS
+            yield self.index[self.expansion.order.update(operation.layer)], ALWAYS
         if action in (Action.UPDATE, *STATE_UP) and self.expansion.settings.update == "immediate":
             for layer in range(self.expansion.head + 1):
-                yield self.index[self.expansion.gradient_slot(layer)], ALWAYS
+                yield self.index[self.expansion.order.gradient(layer)], ALWAYS
         if action in UP or action in DOWN:
             source = UP[action].lower if action in UP else DOWN[action].upper
             for change, condition in operation.allocates.items():
@@ -228,16 +228,16 @@ class _Waits:
         expansion, action = self.expansion, operation.action
         deferred = expansion.settings.update == "deferred"
         if action is Action.UPDATE and deferred:
-            yield self.index[expansion.gradient_slot(operation.layer)], ALWAYS
-            yield self.index[expansion.last_norm_slot], ALWAYS
+            yield self.index[expansion.order.gradient(operation.layer)], ALWAYS
+            yield self.index[expansion.order.last_norm], ALWAYS
         elif action is Action.FETCH and not deferred:
-            yield self.index[expansion.update_slot(expansion.head)], ALWAYS
+            yield self.index[expansion.order.update(expansion.head)], ALWAYS
         elif action in STATE_UP:
             # Where the last layer's is not needed, it ends with the last one before it.
             last = [*expansion.state_writes[STATE_UP[action]].values()][-1]
             for condition in operation.exists:
                 yield self.index[last], condition
-            gradient = expansion.gradient_write_slot(operation.layer)
+            gradient = expansion.order.gradient_write(operation.layer)
             if deferred and gradient in self.index:
                 for condition in expansion.operations[gradient].exists:
                     yield self.index[gradient], condition

@@ -153,21 +153,21 @@ class _Evaluation:
             yield from (self.made[place] for place in sources if place in self.made)
         elif action in _AFTER_GRADIENTS and self.expansion.settings.update == "immediate":
             layers = range(self.expansion.head + 1)
-            yield from (self.index[self.expansion.gradient_slot(layer)] for layer in layers)
+            yield from (self.index[self.expansion.order.gradient(layer)] for layer in layers)
 
     def _waits_previous(self, lifted: LiftedOperation) -> Iterator[int]:
         """What the first operations of a step wait for in the step before it."""
         deferred = self.expansion.settings.update == "deferred"
         if lifted.action is Action.UPDATE and deferred:
             # The clip factor needs every layer's norm, hence the last backward.
-            yield self.index[self.expansion.gradient_slot(lifted.layer)]
-            yield self.index[self.expansion.last_norm_slot]
+            yield self.index[self.expansion.order.gradient(lifted.layer)]
+            yield self.index[self.expansion.order.last_norm]
         elif lifted.action is Action.FETCH and not deferred:
-            yield self.index[self.expansion.update_slot(self.expansion.head)]
+            yield self.index[self.expansion.order.update(self.expansion.head)]
         elif lifted.action in STATE_UP:
             written = self.expansion.state_writes[STATE_UP[lifted.action]].values()
             yield max(self.index[slot] for slot in written if slot in self.index)
-            gradient = self.expansion.gradient_write_slot(lifted.layer)
+            gradient = self.expansion.order.gradient_write(lifted.layer)
             if deferred and gradient in self.index:
                 yield self.index[gradient]
         elif lifted.action is Action.LOAD_PARAMETERS and not deferred:

@@ -7,8 +7,8 @@ are evaluated (`lazyjax.planning.program.schedule`); the program's rows for time
 replay of many plans at once are sums over the same list (`lazyjax.planning.planner`). What an operation
 waits for because it reads it follows from who made it and is not written down.
 
-Emitters: this module writes compute operations, `lazyjax.planning.program.activations` whatever passes
-between layers, `lazyjax.planning.program.parameters` slabs and gradients,
+Emitters: `lazyjax.planning.program.compute` writes compute operations, `lazyjax.planning.program.activations`
+whatever passes between layers, `lazyjax.planning.program.parameters` slabs and gradients,
 `lazyjax.planning.program.updates` host updates and what they need.
 """
 
@@ -19,7 +19,8 @@ import enum
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from lazyjax.planning.program.conditions import ALWAYS, NEVER, Condition, weakest
+from lazyjax.planning.plan.document import Plan
+from lazyjax.planning.program.conditions import NEVER, Condition, weakest
 from lazyjax.planning.program.operations import (
     RESOURCE_OF,
     Action,
@@ -142,8 +143,57 @@ class LiftedOperation:
         return self.allocates or self.frees
 
 
+class IssueOrder:
+    """Where operations that every plan has are in the list.
+
+    Args:
+        items: compute items of a window.
+        shared: whether gradients are summed over devices.
+    """
+
+    def __init__(self, windows: Windows, settings: Plan, items: int, *, shared: bool) -> None:
+        self._windows, self._items, self._prefetch = windows, items, settings.prefetch
+        self._shared = shared
+        self.deferred = settings.update == "deferred"
+
+    @property
+    def last_norm(self) -> Slot:
+        """What finishes the last layer's gradient, and with it the norm of all."""
+        phase = Phase.REDUCE_SCATTER if self._shared else Phase.COMPUTE
+        return Slot(len(self._windows.order) - 1, self._items - 1, phase)
+
+    def gradient(self, layer: int) -> Slot:
+        """Where a layer's gradient leaves the device."""
+        return self._after_backward(layer, Phase.GRADIENT_OUT)
+
+    def gradient_write(self, layer: int) -> Slot:
+        """Where a layer's gradient goes to the drive, if it lives there."""
+        return self._after_backward(layer, Phase.GRADIENT_DOWN)
+
+    def update(self, layer: int, order: int = 0) -> Slot:
+        """A layer's host update and, with a negative order, the moves that bring up what it needs.
+
+        Where it is deferred, right before its slab is fetched: what the forward pass moves down to a
+        drive must not queue behind the state of layers that come much later. Else after everything.
+        """
+        return Slot(self._update_window(layer), 0, Phase.UPDATE, (layer, order))
+
+    def after_update(self, layer: int, depth: int) -> Slot:
+        """Where a layer's update goes down: after its slab was fetched, where it is deferred."""
+        if self.deferred:
+            return Slot(self._update_window(layer), 0, Phase.STATE_DOWN, (layer, depth))
+        return self.update(layer, depth)
+
+    def _update_window(self, layer: int) -> int:
+        return max(0, layer - self._prefetch + 1) if self.deferred else len(self._windows.order)
+
+    def _after_backward(self, layer: int, phase: Phase) -> Slot:
+        window = self._windows.backward_of(layer)
+        return Slot(self._windows.number[window], self._items - 1, phase)
+
+
 class Expansion:
-    """The operations of all plans of a space.
+    """The operations of all plans of a space, to be added by emitters (`lazyjax.planning.program.schedule`).
 
     Args:
         space: the decisions.
@@ -172,6 +222,7 @@ class Expansion:
                 if window.action is Action.RECOMPUTE:
                     first = self.windows.recomputing(window)[0].start
                     self._lumps[window] = Window(Action.RECOMPUTE, min(first, window.layer), window.end)
+        self.order = IssueOrder(self.windows, self.settings, self.items, shared=sizes.shared)
         self.operations: dict[Slot, LiftedOperation] = {}
         #: Where what layers own goes down a link after their updates.
         self.state_writes: dict[Link, dict[int, Slot]] = {}
@@ -179,7 +230,6 @@ class Expansion:
         self.first_fetches: dict[int, LiftedOperation] = {}
         #: Reads of halves of the master weights for a fetch, by layer.
         self.parameter_loads: dict[int, list[LiftedOperation]] = {}
-        self._emit_compute()
 
     def ordered(self) -> list[LiftedOperation]:
         """All operations in order of issue."""
@@ -190,51 +240,6 @@ class Expansion:
         if not self.by_layer:
             return items
         return -(-(self.microbatches - 1 + items) // self.microbatches)
-
-    # Where things are
-
-    @property
-    def last_compute_slot(self) -> Slot:
-        """The last compute operation of the step."""
-        return Slot(len(self.windows.order) - 1, self.items - 1, Phase.COMPUTE)
-
-    @property
-    def last_norm_slot(self) -> Slot:
-        """What finishes the last layer's gradient, and with it the norm of all."""
-        last = self.last_compute_slot
-        return last._replace(phase=Phase.REDUCE_SCATTER) if self.sizes.shared else last
-
-    def gradient_slot(self, layer: int) -> Slot:
-        """Where a layer's gradient leaves."""
-        return self.slot(Item(self.windows.backward_of(layer), self.items - 1), Phase.GRADIENT_OUT)
-
-    @property
-    def deferred(self) -> bool:
-        """Whether updates run under the next step's forward pass."""
-        return self.settings.update == "deferred"
-
-    def update_slot(self, layer: int, order: int = 0) -> Slot:
-        """A layer's host update and, with a negative order, the moves that bring up what it needs.
-
-        Where it is deferred, right before its slab is fetched: what the forward pass moves down to a
-        drive must not queue behind the state of layers that come much later. Else after everything.
-        """
-        return Slot(self._update_window(layer), 0, Phase.UPDATE, (layer, order))
-
-    def after_update_slot(self, layer: int, depth: int) -> Slot:
-        """Where a layer's update goes down: after its slab was fetched, where it is deferred."""
-        if self.deferred:
-            return Slot(self._update_window(layer), 0, Phase.STATE_DOWN, (layer, depth))
-        return self.update_slot(layer, depth)
-
-    def _update_window(self, layer: int) -> int:
-        return max(0, layer - self.settings.prefetch + 1) if self.deferred else len(self.windows.order)
-
-    def gradient_write_slot(self, layer: int) -> Slot:
-        """Where a layer's gradient goes to the drive, if it lives there."""
-        return self.slot(Item(self.windows.backward_of(layer), self.items - 1), Phase.GRADIENT_DOWN)
-
-    # For emitters
 
     def compute(self, item: Item) -> LiftedOperation:
         """The compute operation of an item."""
@@ -295,30 +300,3 @@ class Expansion:
         operation.throttles.setdefault(waited.slot, [])
         if condition not in operation.throttles[waited.slot]:
             operation.throttles[waited.slot].append(condition)
-
-    # Emitters
-
-    def _emit_compute(self) -> None:
-        for number, window in enumerate(self.windows.order):
-            condition = ALWAYS
-            if window.action is Action.RECOMPUTE:
-                condition = self.space.chosen(self.windows.recomputing(window))
-            lump = self.lump(window)
-            if lump != window:
-                self.compute(Item(lump, 0)).parts.append((window.layer, condition))
-                self.operations[self.slot(Item(lump, 0), Phase.COMPUTE)].condition = self.space.chosen(
-                    [segment for segment in self.windows.ending[window.end] if not segment.single]
-                )
-                continue
-            for position in range(self.items):
-                microbatch = self.windows.position(window, position)
-                slot = Slot(number, position, Phase.COMPUTE)
-                tied_table = window.action is Action.BACKWARD and window.layer == 0 and self.sizes.tied
-                # Where gradients are summed over devices, that is what adds them up.
-                self.operations[slot] = LiftedOperation(
-                    slot, window.action, Resource.COMPUTE, window.layer, microbatch, window,
-                    Item(window, position), condition,
-                    accumulates=(position > 0 or tied_table) and not self.sizes.shared,
-                    last=position == self.items - 1 and not self.sizes.shared,
-                    parts=[(window.layer, condition)],
-                )  # fmt: skip

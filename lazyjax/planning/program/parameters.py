@@ -114,7 +114,7 @@ class _Slabs:
         self.e.add(fetch.allocates, Buffer(BufferRole.PARAMETERS, layer), Tier.DEVICE, condition)
         if use == self.windows.order[layer]:
             self.e.first_fetches[layer] = fetch
-            if self.e.deferred:
+            if self.e.order.deferred:
                 return fetch  # it follows the layer's update, which has the parameters
         earlier = self._ahead(by, depth - 1 + PARAMETERS_AHEAD, segment, after)
         self._read(layer, use, fetch, condition, earlier)
@@ -270,7 +270,7 @@ def _write_gradient(expansion: Expansion, layer: int, item: Item, out: LiftedOpe
     expansion.add(spill.frees, gradient, Tier.HOST, below)
     expansion.throttle(spill, out, below)
     later = layer + STATE_WINDOW
-    if later <= expansion.head and expansion.gradient_write_slot(later) in expansion.operations:
-        earlier = expansion.operations[expansion.gradient_write_slot(later)]
+    if later <= expansion.head and expansion.order.gradient_write(later) in expansion.operations:
+        earlier = expansion.operations[expansion.order.gradient_write(later)]
         for leaving in earlier.exists:
             expansion.throttle(out, earlier, expansion.space.product(leaving, below))

@@ -50,6 +50,7 @@ import numpy as np
 
 from lazyjax.planning.plan.document import Plan
 from lazyjax.planning.program.activations import emit_activations
+from lazyjax.planning.program.compute import emit_compute
 from lazyjax.planning.program.evaluate import evaluate
 from lazyjax.planning.program.expansion import STATE_WINDOW, Expansion
 from lazyjax.planning.program.operations import (
@@ -90,6 +91,7 @@ __all__ = [
 def expand(space: Space, sizes: ModelSizes, *, by_layer: bool = False) -> Expansion:
     """All operations that plans of `space` could need; see `Expansion`."""
     expansion = Expansion(space, sizes, by_layer=by_layer)
+    emit_compute(expansion)
     emit_activations(expansion)
     emit_parameters(expansion)
     emit_updates(expansion)

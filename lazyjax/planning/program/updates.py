@@ -20,15 +20,15 @@ from lazyjax.specs import Part
 def emit_updates(expansion: Expansion) -> None:
     """One host update per layer, in forward order, with the moves around it."""
     for layer in range(expansion.head + 1):
-        update = _emit(expansion, Action.UPDATE, layer, expansion.update_slot(layer))
+        update = _emit(expansion, Action.UPDATE, layer, expansion.order.update(layer))
         update.condition = ALWAYS
         above_load = above_spill = update
         for depth, link in enumerate(LINKS[1:], start=1):
             moved = _moved(expansion, layer, depth)
             if not moved or link.state_up is None or link.state_down is None:
                 continue
-            load = _emit(expansion, link.state_up, layer, expansion.update_slot(layer, -depth))
-            spill = _emit(expansion, link.state_down, layer, expansion.after_update_slot(layer, depth))
+            load = _emit(expansion, link.state_up, layer, expansion.order.update(layer, -depth))
+            spill = _emit(expansion, link.state_down, layer, expansion.order.after_update(layer, depth))
             for part, condition in moved.items():
                 # The copy above comes into being with the read and goes with the write.
                 copy = Buffer(ROLE_OF[part], layer)
@@ -39,8 +39,8 @@ def emit_updates(expansion: Expansion) -> None:
                 expansion.throttle(spill, above_spill, condition)
             _bound(expansion, link, layer, load)
             _share_with_fetches(expansion, layer, moved, spill)
-            if Part.GRADIENT in moved and not expansion.deferred:
-                written = expansion.operations[expansion.gradient_write_slot(layer)]
+            if Part.GRADIENT in moved and not expansion.order.deferred:
+                written = expansion.operations[expansion.order.gradient_write(layer)]
                 expansion.throttle(load, written, moved[Part.GRADIENT])
             expansion.state_writes.setdefault(link, {})[layer] = spill.slot
             above_load, above_spill = load, spill
@@ -82,7 +82,7 @@ def _share_with_fetches(
     expansion: Expansion, layer: int, moved: Mapping[Part, Condition], spill: LiftedOperation
 ) -> None:
     """A deferred update's copy of the parameters also serves the fetch after it; others read them again."""
-    if not expansion.deferred:
+    if not expansion.order.deferred:
         return
     fetched = [moved[part] for part in expansion.sizes.fetched if part in moved]
     for condition in weakest(fetched):
