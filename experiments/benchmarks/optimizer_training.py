@@ -110,7 +110,7 @@ def train(config: Config, kernels: Kernels, batches: Batches, label: str) -> Run
     for rate, batch in zip(rates, batches.training, strict=False):
         clipped_steps += executor.train_step(batch, float(rate)).gradient_norm > config.optimizer.clip_norm
     after = evaluate(executor, batches)
-    assert executor.applied_steps == config.training.steps
+    assert executor.counts.applied == config.training.steps
     executor.close()
     return Run(
         label,

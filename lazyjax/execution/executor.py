@@ -12,6 +12,7 @@ known; with deferred updates that is under the next step's forward pass.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterable
 
@@ -30,11 +31,12 @@ from lazyjax.execution.step import Machinery, Step, StepResult
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.planning.plan.document import Plan, PlanError, uses_nvme, validate_plan
 from lazyjax.planning.program.schedule import Operation, Schedule
+from lazyjax.specs import ModelSpec
 from lazyjax.storage.host import HostStore
 from lazyjax.storage.nvme import Drive
 from lazyjax.timeline import Timeline
 
-__all__ = ["Executor", "FailedExecutorError", "NonFiniteStepsError", "Schedules", "StepResult"]
+__all__ = ["Executor", "FailedExecutorError", "NonFiniteStepsError", "Schedules", "StepCounts", "StepResult"]
 
 #: Steps in a row with a non-finite loss or gradient norm that end a run.
 MOST_NON_FINITE_STEPS = 3
@@ -80,6 +82,19 @@ def check_plan(plan: Plan, kernels: LayerKernels, *, has_drive: bool) -> None:
         raise PlanError(
             f"microbatches: {plan.microbatch_rows} rows each cannot be split over {kernels.devices} devices"
         )
+
+
+def check_batch(batch: Batch, plan: Plan, spec: ModelSpec) -> None:
+    """Whether a step can be trained on a batch.
+
+    Raises:
+        ValueError: it has other rows than the plan, no target tokens, or ids outside the vocabulary.
+    """
+    if batch.rows != plan.batch_rows:
+        raise ValueError(f"batch has {batch.rows} rows, the plan is for {plan.batch_rows}")
+    if not batch.target_tokens:
+        raise ValueError("batch has no target tokens: every position is masked out of the loss")
+    batch.check_vocabulary(spec.vocabulary_size)
 
 
 class Unfinished:
@@ -135,6 +150,38 @@ class Unfinished:
                 task.wait()
 
 
+@dataclasses.dataclass
+class StepCounts:
+    """Steps of a run, including those of other processes that it goes on from.
+
+    Attributes:
+        applied: steps that changed the parameters.
+        skipped: steps that did not, because loss or gradient norm was not finite.
+        skipped_in_a_row: of these, since the last applied one.
+    """
+
+    applied: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+    @property
+    def next_step(self) -> int:
+        """Number of the next step, from 1."""
+        return self.applied + self.skipped + 1
+
+    def add(self, result: StepResult) -> None:
+        """Counts a step that was walked.
+
+        Raises:
+            NonFiniteStepsError: the third non-finite step in a row.
+        """
+        self.applied += not result.skipped
+        self.skipped += result.skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        if self.skipped_in_a_row >= MOST_NON_FINITE_STEPS:
+            raise NonFiniteStepsError(_NON_FINITE.format(result=result), result)
+
+
 class Executor:
     """Trains one model under one plan.
 
@@ -147,6 +194,9 @@ class Executor:
         open_drive: opens the NVMe drive when the first plan needs it; None where there is none.
         queues, recorder: the host threads and the record of events, if not new ones.
         step: optimizer steps that were applied before.
+
+    Attributes:
+        counts: of steps; to be set where slabs and optimizer state are another process's.
     """
 
     def __init__(
@@ -173,8 +223,7 @@ class Executor:
         )
         self._forward = ForwardPass(kernels, store, copies)
         self._unfinished = Unfinished()
-        self.applied_steps, self.skipped_steps = step, 0
-        self._steps = self._skipped_in_a_row = 0
+        self.counts = StepCounts(applied=step)
         self.on_operation: Callable[[Operation], None] = lambda operation: None
         try:
             self.set_plan(plan)
@@ -198,36 +247,24 @@ class Executor:
         self.updates.place([layer.on_nvme for layer in plan.layers], self._drive)
         self.plan, self.schedule = plan, schedule
 
-    def continue_from(self, *, applied_steps: int, skipped_steps: int, skipped_in_a_row: int) -> None:
-        """Counts on from another process's steps, whose slabs and optimizer state are in place."""
-        self.applied_steps, self.skipped_steps = applied_steps, skipped_steps
-        self._skipped_in_a_row = skipped_in_a_row
-        self._steps = applied_steps + skipped_steps
-
     def train_step(self, batch: Batch, learning_rate: float) -> StepResult:
         """One step: loss and gradients of `batch`, then the update (or its deferral).
 
         Raises:
-            ValueError: the batch has other rows than the plan, no target tokens, or ids outside the
-                vocabulary; nothing ran.
+            ValueError: see `check_batch`; nothing ran.
             NonFiniteStepsError: the third non-finite step in a row.
             FailedExecutorError: an earlier step failed.
         """
         self._unfinished.refuse_after_failure()
         self.store.settle()
-        if batch.rows != self.plan.batch_rows:
-            raise ValueError(f"batch has {batch.rows} rows, the plan is for {self.plan.batch_rows}")
-        if not batch.target_tokens:
-            raise ValueError("batch has no target tokens: every position is masked out of the loss")
-        batch.check_vocabulary(self.template.spec.vocabulary_size)
+        check_batch(batch, self.plan, self.template.spec)
         start = time.perf_counter()
         schedule = self._schedules(self.plan, batch.sequence_length)
         pending, carried = self._unfinished.take(schedule)
-        self._steps += 1
-        self._machinery.recorder.begin_step(self._steps)
+        self._machinery.recorder.begin_step(self.counts.next_step)
         step = Step(
             self._machinery, self._drive, schedule, batch, learning_rate,
-            count=self.applied_steps + 1, pending=pending, carried=carried, on_operation=self.on_operation,
+            count=self.counts.applied + 1, pending=pending, carried=carried, on_operation=self.on_operation,
         )  # fmt: skip
         try:
             step.run()
@@ -237,11 +274,7 @@ class Executor:
             raise
         self._unfinished.leave(schedule, step)
         result = step.result(time.perf_counter() - start)
-        self.applied_steps += not result.skipped
-        self.skipped_steps += result.skipped
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
-        if self._skipped_in_a_row >= MOST_NON_FINITE_STEPS:
-            raise NonFiniteStepsError(_NON_FINITE.format(result=result), result)
+        self.counts.add(result)
         return result
 
     def flush(self) -> None:

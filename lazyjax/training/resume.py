@@ -16,7 +16,7 @@ from typing import Any
 from lazyjax.config import Config, load_config
 from lazyjax.data.loader import Loader
 from lazyjax.distributed.channel import Channel
-from lazyjax.execution.executor import Executor
+from lazyjax.execution.executor import Executor, StepCounts
 from lazyjax.execution.host_update import HostUpdates
 from lazyjax.planning.plan.document import Plan, read_plan
 from lazyjax.storage.host import HostStore
@@ -109,9 +109,9 @@ class Resume:
         checkpoint = self.restore(store, executor.updates, say, channel)
         position = checkpoint.position
         loader.restore(position.data)
-        executor.continue_from(
-            applied_steps=position.applied_steps,
-            skipped_steps=position.skipped_steps,
+        executor.counts = StepCounts(
+            applied=position.applied_steps,
+            skipped=position.skipped_steps,
             skipped_in_a_row=position.skipped_in_a_row,
         )
         source = RunFolder(self.source).metrics

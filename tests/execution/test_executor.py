@@ -159,15 +159,15 @@ def test_non_finite_steps_change_nothing_and_three_abort(update: str, tmp_path: 
         before = snapshot(executor, store)
         assert executor.train_step(BATCH, 1e-2).skipped
         assert executor.train_step(BATCH, 1e-2).skipped
-        assert executor.skipped_steps == 2
+        assert executor.counts.skipped == 2
         with pytest.raises(NonFiniteStepsError, match="3 steps in a row"):
             executor.train_step(BATCH, 1e-2)
         executor.flush()
         assert snapshot(executor, store) == before
-        assert executor.applied_steps == 1
+        assert executor.counts.applied == 1
         store.layers[3].set_master(name, good)
         assert not executor.train_step(BATCH, 1e-2).skipped
-        assert executor.applied_steps == 2
+        assert executor.counts.applied == 2
 
 
 def test_evaluation_and_logits_equal_the_oracle(tmp_path: pathlib.Path) -> None:
@@ -258,7 +258,7 @@ def test_ids_outside_the_vocabulary_are_refused_before_anything_runs(tmp_path: p
                 call(bad_tokens)
             with pytest.raises(ValueError, match="target -1 is outside"):
                 call(bad_targets)
-        assert executor.applied_steps == 0
+        assert executor.counts.applied == 0
 
 
 def test_a_target_counts_with_its_weight(tmp_path: pathlib.Path) -> None:

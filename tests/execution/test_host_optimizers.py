@@ -190,7 +190,7 @@ def test_a_bad_gradient_in_one_layer_leaves_every_byte(bad: float, update: str) 
         assert result.loss < loss
         assert not np.isfinite(result.gradient_norm)
         assert snapshot(executor) == before
-        assert damaged.applied_steps == 1
+        assert damaged.counts.applied == 1
         # Training goes on as if the bad step had not been.
         assert not executor.train_step(BATCHES[0], RATE).skipped
         executor.flush()

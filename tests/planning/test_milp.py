@@ -17,7 +17,7 @@ from experiments.benchmarks.planner_exactness import (
 from lazyjax.planning.plan.document import Boundary, PlanError
 from lazyjax.planning.planner.batch_replay import BatchReplay
 from lazyjax.planning.planner.choices import Choices
-from lazyjax.planning.planner.leanest import memory_shortfall
+from lazyjax.planning.planner.leanest import least_missing, memory_shortfall, nearest
 from lazyjax.planning.planner.memory import memory_rows
 from lazyjax.planning.planner.milp import Program, solvers
 from lazyjax.planning.planner.milp import solve as solve_within
@@ -142,3 +142,37 @@ def test_shortfall_is_exactly_what_is_missing():
     assert math.isfinite(best_by_force(dataclasses.replace(problem, capacity=enough)))
     short = {**capacity, Tier.DEVICE: missing[Tier.DEVICE] - 1}
     assert best_by_force(dataclasses.replace(problem, capacity=short)) == math.inf
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_miss_is_put_down_to_one_tier_where_more_of_it_is_enough(seed, solver):
+    """With as little device memory as can be, more of the host's may do: that is told exactly, and alone."""
+    problem = small_problem(seed)
+    roomy = with_capacity(problem, dict.fromkeys(Tier, 10**9))
+    least_device = least_missing(with_capacity(roomy, {Tier.DEVICE: 0}), Tier.DEVICE, solver=solver)
+    tight = with_capacity(roomy, {Tier.DEVICE: least_device, Tier.HOST: 0})
+    missing = memory_shortfall(tight, solver=solver)
+    assert set(missing) <= {Tier.HOST}
+    if missing:
+        assert memory_shortfall(with_capacity(tight, missing), solver=solver) == {}
+        one_less = with_capacity(tight, {Tier.HOST: missing[Tier.HOST] - 1})
+        assert best_by_force(one_less) == math.inf
+    # Where no tier is enough by itself, all are told, of the device no more than any plan needs.
+    nothing = with_capacity(roomy, dict.fromkeys(Tier, 0))
+    together = memory_shortfall(nothing, solver=solver)
+    assert together[Tier.DEVICE] == least_device
+    assert memory_shortfall(with_capacity(nothing, together), solver=solver) == {}
+
+
+def with_capacity(problem, capacity):
+    return dataclasses.replace(problem, capacity={**problem.capacity, **capacity})
+
+
+def test_the_nearest_of_several_misses_weighs_no_tier_against_another():
+    device, little, more = {Tier.DEVICE: 1}, {Tier.HOST: 10**9}, {Tier.HOST: 2 * 10**9}
+    both = {Tier.DEVICE: 1, Tier.HOST: 1}
+    assert nearest([both, device, more, little]) == little
+    assert nearest([both, device]) == device
+    assert nearest([both, {}]) == {}
+    assert nearest([]) == {}

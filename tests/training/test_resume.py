@@ -118,7 +118,7 @@ def trained(config: Config, resume=None, *, stop_after: int | None = None, said:
 
             def stopping(batch, rate):
                 result = step(batch, rate)
-                if executor.applied_steps + executor.skipped_steps == stop_after:
+                if executor.counts.applied + executor.counts.skipped == stop_after:
                     trainer._stop.time_is_up()
                 return result
 
@@ -328,7 +328,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(words, whole, tmp_path, 
 
         def noting(batch, rate):
             result = step(batch, rate)
-            if prepared.executor.applied_steps == 3:
+            if prepared.executor.counts.applied == 3:
                 step_done.set()
             return result
 

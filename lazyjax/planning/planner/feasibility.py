@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from lazyjax.planning.planner.leanest import memory_shortfall
+from lazyjax.planning.planner.leanest import memory_shortfall, nearest
 from lazyjax.planning.planner.necessary import necessary_shortfall
 from lazyjax.planning.planner.problem import Problem
 from lazyjax.planning.planner.question import Request, microbatch_counts, problem_of, settings_of
@@ -54,13 +54,7 @@ def largest_batch(request: Request, *, below: int, most_probes: int = 24) -> int
 
 def nearest_miss(problems: Sequence[Problem]) -> dict[Tier, int]:
     """Bytes missing per tier under the setting that comes closest; empty if one of them fits."""
-    misses = [memory_shortfall(problem, time_limit_seconds=_MISS_SECONDS) for problem in problems]
-
-    def share(miss: Mapping[Tier, int], problem: Problem) -> float:
-        return float(sum(size / max(1, problem.capacity[tier]) for tier, size in miss.items()))
-
-    pairs = list(zip(misses, problems, strict=True))
-    return dict(min(pairs, key=lambda pair: share(*pair))[0]) if pairs else {}
+    return nearest(memory_shortfall(problem, time_limit_seconds=_MISS_SECONDS) for problem in problems)
 
 
 def nearest_changes(

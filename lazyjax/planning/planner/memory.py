@@ -58,7 +58,7 @@ class MemoryRows:
     constants: Float64[np.ndarray, "rows"]
     tiers: list[Tier]
 
-    def hopeless(self, capacity: Mapping[Tier, int]) -> bool:
+    def hopeless(self, capacity: Mapping[Tier, float]) -> bool:
         """Whether a tier cannot hold whatever is decided."""
         lowest = self.constants + np.minimum(self.matrix, 0.0).sum(axis=0)
         return bool((lowest > np.array([capacity[tier] for tier in self.tiers])).any())

@@ -27,7 +27,7 @@ class ProgramRows:
     Attributes:
         program: what was built.
         binaries: columns of the decisions.
-        byte_unit: bytes to a unit of the memory rows.
+        byte_units: bytes to a unit of each tier's rows.
         time_unit: seconds to a unit of time.
         period: column of the period.
     """
@@ -35,7 +35,7 @@ class ProgramRows:
     def __init__(self, model: TimeModel, memory: MemoryRows) -> None:
         self.model, self.memory, self.problem = model, memory, model.problem
         self.program = LinearProgram()
-        self.byte_unit = float(min([size for size in self.problem.capacity.values() if size], default=1))
+        self.byte_units = self._byte_units()
         self.time_unit = math.nan
         self._decide()
         self.binaries = self.variables[: model.choices.binaries]
@@ -44,6 +44,20 @@ class ProgramRows:
         """The decisions of an answer that has values."""
         assert answer.values is not None
         return np.array([answer.values[column] for column in self.binaries])
+
+    def _byte_units(self) -> dict[Tier, float]:
+        """The smallest memory; of a tier that has none, the most that may be asked of it, where that is less.
+
+        In larger units all that is asked of it would be within the solvers' tolerance.
+        """
+        smallest = float(min([size for size in self.problem.capacity.values() if size], default=1))
+        most = self.memory.constants + np.maximum(self.memory.matrix, 0.0).sum(axis=0)
+        units = dict.fromkeys(Tier, smallest)
+        for tier in Tier:
+            if not self.problem.capacity[tier]:
+                asked = [size for size, own in zip(most, self.memory.tiers, strict=True) if own is tier]
+                units[tier] = min(smallest, max(1.0, *asked)) if asked else smallest
+        return units
 
     def _decide(self) -> None:
         choices = self.model.choices
@@ -82,7 +96,8 @@ class ProgramRows:
         for row, tier in enumerate(self.memory.tiers):
             if slack is None and highest[row] <= self.problem.capacity[tier]:
                 continue
-            limit = usable_bytes(self.problem.capacity[tier]) / self.byte_unit
+            unit = self.byte_units[tier]
+            limit = usable_bytes(self.problem.capacity[tier]) / unit
             live = self.program.add_column(upper=math.inf if slack is not None else max(0.0, limit))
             change, constant = matrix[:, row], constants[row]
             terms = {live: 1.0}
@@ -90,8 +105,8 @@ class ProgramRows:
                 change, constant = change - matrix[:, before[1]], constant - constants[before[1]]
                 terms[before[2]] = -1.0
             variables = np.flatnonzero(change)
-            terms |= {self.variables[v]: -float(change[v]) / self.byte_unit for v in variables}
-            self._add(terms, -float(constant) / self.byte_unit, "=")
+            terms |= {self.variables[v]: -float(change[v]) / unit for v in variables}
+            self._add(terms, -float(constant) / unit, "=")
             if slack is not None:
                 self._add({live: 1.0, slack[tier]: -1.0}, -limit, "<")
             before = tier, row, live
