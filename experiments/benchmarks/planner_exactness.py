@@ -25,10 +25,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
+from experiments.benchmarks.solving import solve
 from lazyjax.planning.plan.document import LayerPlan, Plan
 from lazyjax.planning.planner.choices import Choices
 from lazyjax.planning.planner.memory import memory_rows
-from lazyjax.planning.planner.milp import solve
 from lazyjax.planning.planner.problem import Problem, save_options
 from lazyjax.planning.program.schedule import Action, LayerSizes, ModelSizes, Operation, build_schedule
 from lazyjax.planning.program.simulate import simulate

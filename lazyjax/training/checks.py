@@ -21,8 +21,8 @@ from lazyjax.hardware.profile import load_profile
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import usable_cpus
 from lazyjax.planning.costs.sizes import BATCH_BYTES_PER_TOKEN
-from lazyjax.planning.planner.feasibility import feasible, nearest_miss
-from lazyjax.planning.planner.question import Request, problem_of, settings_of
+from lazyjax.planning.planner.feasibility import feasible, finest_miss
+from lazyjax.planning.planner.question import Request
 from lazyjax.planning.planner.request import build_request
 from lazyjax.planning.planner.search import predict
 from lazyjax.planning.planner.service import refusal
@@ -109,10 +109,7 @@ def check_step_memory(config: Config, template: ModelTemplate, device: jax.Devic
         if not is_solved(config):
             _check_fixed(config, template, request, keys)
         elif not feasible(request):
-            finest = dataclasses.replace(request, microbatches=request.microbatches or request.batch_rows)
-            lean = [problem_of(request, setting, lean=True) for setting in settings_of(finest)]
-            shortfall = nearest_miss(lean)
-            words = refusal(request, shortfall, _offers(config, ask))
+            words = refusal(request, finest_miss(request), _offers(config, ask))
             less = f"{_less(config, request, ask)}shorter sequences take less"
             raise StepMemoryError(f"{keys}: {words}; {less}")
     except OverflowError as error:

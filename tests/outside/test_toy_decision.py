@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks.planner_exactness import all_plans, best_by_force, random_problem
+from experiments.benchmarks.solving import solve
 from lazyjax.planning.plan.document import Boundary, Plan, PlanError
 from lazyjax.planning.planner.affine import Affine
 from lazyjax.planning.planner.choices import Choices
 from lazyjax.planning.planner.decisions.decision import Binaries, Change, Decision, ManyBinaries, Row
 from lazyjax.planning.planner.decisions.segments import Cut, Segments
-from lazyjax.planning.planner.milp import solve
 from lazyjax.planning.planner.problem import Problem
 
 

@@ -47,7 +47,7 @@ import collections, dataclasses, json
 from experiments.benchmarks.planner_exactness import (
     best_by_force, compare_memory, draw_roomy, random_problem, used_bytes_of,
 )
-from lazyjax.planning.planner.milp import solve
+from experiments.benchmarks.solving import solve
 from lazyjax.planning.program.schedule import build_schedule
 from lazyjax.planning.program.verify import verify
 from lazyjax.specs import Part, Tier

@@ -14,13 +14,13 @@ from experiments.benchmarks.planner_exactness import (
     random_problem,
     used_bytes_of,
 )
+from experiments.benchmarks.solving import solve as solve_within
 from lazyjax.planning.plan.document import Boundary, PlanError
 from lazyjax.planning.planner.batch_replay import BatchReplay
 from lazyjax.planning.planner.choices import Choices
 from lazyjax.planning.planner.leanest import least_missing, memory_shortfall, nearest
 from lazyjax.planning.planner.memory import memory_rows
 from lazyjax.planning.planner.milp import Program, solvers
-from lazyjax.planning.planner.milp import solve as solve_within
 from lazyjax.planning.planner.timing import TimeModel
 from lazyjax.planning.program.schedule import Action
 from lazyjax.specs import Tier

@@ -11,11 +11,12 @@ import sys
 import pytest
 
 from experiments.benchmarks.planner_exactness import random_problem
+from experiments.benchmarks.solving import solve
 from lazyjax.hardware.profile import load_profile
 from lazyjax.planning.planner import solver
 from lazyjax.planning.planner.leanest import leanest_plan, memory_shortfall
 from lazyjax.planning.planner.linear import LinearProgram, Question
-from lazyjax.planning.planner.milp import Program, solve
+from lazyjax.planning.planner.milp import Program
 from lazyjax.planning.planner.request import build_request
 from lazyjax.planning.planner.search import find_plan
 from lazyjax.planning.planner.solver import SolverFailure, SolverProcess, shared_process

@@ -18,6 +18,7 @@ from lazyjax.huggingface.find import read_architecture
 from lazyjax.models.attention import FUSED
 from lazyjax.models.registry import build_template
 from lazyjax.models.template import ModelTemplate
+from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import OPTIMIZERS
 from lazyjax.planning.commands.picture import check_path, write_picture
 from lazyjax.planning.commands.plot import plot_timeline
@@ -105,7 +106,9 @@ class _Asking:
     template: ModelTemplate
     profile: HardwareProfile
 
-    def __call__(self, batch_rows: int, *, nvme: bool | None = None, optimizer: str | None = None) -> Request:
+    def __call__(
+        self, batch_rows: int, *, nvme: bool | None = None, optimizer: str | None = None
+    ) -> Request:
         """The question for `batch_rows`; with another choice of NVMe or optimizer where one is given."""
         options = self.options
         request = build_request(

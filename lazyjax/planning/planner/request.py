@@ -85,6 +85,75 @@ def _tables_by_chunk(
         fixed: further arguments of `template_costs`, besides the rows of a microbatch.
     """
 
+    tables = _tables_by_chunk(
+        template,
+        profile,
+        sequence_length=sequence_length,
+        optimizer=make_host_optimizer(optimizer, threads=1, path="pure"),
+        compute_dtype=compute_dtype,
+        gradient_dtype=gradient_dtype,
+    )
+    sizes, profile_costs = tables(template.token_chunk)
+    is_open = costs is None and template.token_chunk is None
+    words = [optimizer, compute_dtype, gradient_dtype, str(template.token_chunk)]
+    return Request(
+        spec=spec,
+        batch_rows=batch_rows,
+        sequence_length=sequence_length,
+        sizes=sizes,
+        costs=profile_costs if costs is None else costs,
+        capacity=_capacity(profile, device_bytes, host_bytes, nvme_bytes),
+        static_host_bytes=static_host_bytes(spec, gradient_dtype=gradient_dtype, devices=devices) // devices,
+        token_chunk=template.token_chunk,
+        chunked=tables if is_open else None,
+        devices=devices,
+        identity=_identity(template, profile, identity, words),
+        made_for={
+            "optimizer": optimizer,
+            "compute_dtype": compute_dtype,
+            "gradient_dtype": gradient_dtype,
+            "hardware": profile.name,
+            "device": profile.device,
+            "token_chunk": template.token_chunk,
+        },
+    )
+
+
+def _tables_by_chunk(
+    template: ModelTemplate, profile: HardwareProfile, **fixed: Any
+) -> Callable[[int | None], Tables]:
+    """token_chunk -> bytes and costs from the profile's rates; everything is worked out once.
+
+    Args:
+        fixed: further arguments of `template_costs`, besides the rows of a microbatch.
+    """
+
+    @functools.cache
+    def tables(width: int | None) -> Tables:
+        chunked = template.in_chunks(width)
+
+        @functools.cache
+        def costs(microbatch_rows: int) -> Costs:
+            return template_costs(chunked, profile, microbatch_rows=microbatch_rows, **fixed)
+
+        @functools.cache
+        def sizes(microbatch_rows: int) -> ModelSizes:
+            return _share(costs(microbatch_rows).sizes, profile.devices)
+
+        return Tables(sizes, costs)
+
+    return tables
+
+
+def _tables_by_chunk(
+    template: ModelTemplate, profile: HardwareProfile, **fixed: Any
+) -> Callable[[int | None], Tables]:
+    """token_chunk -> bytes and costs from the profile's rates; everything is worked out once.
+
+    Args:
+        fixed: further arguments of `template_costs`, besides the rows of a microbatch.
+    """
+
     @functools.cache
     def tables(width: int | None) -> Tables:
         chunked = template.in_chunks(width)
