@@ -116,14 +116,7 @@ class HardwareProfile(pydantic.BaseModel):
             raise ValueError("device_bytes: more than device_total_bytes")
         if self.nvme_bytes and not (self.nvme_read_bytes_per_second and self.nvme_write_bytes_per_second):
             raise ValueError("nvme_bytes: needs nvme_read_bytes_per_second and nvme_write_bytes_per_second")
-        if self.devices % self.hosts:
-            raise ValueError(
-                f"hosts: {self.hosts} does not divide {self.devices}, the number of all devices"
-            )
-        if self.devices_per_host > 1 and self.interconnect_bytes_per_second is None:
-            raise ValueError("interconnect_bytes_per_second: needed for more than one device of a host")
-        if self.hosts > 1 and self.network_bytes_per_second is None:
-            raise ValueError("network_bytes_per_second: needed for more than one host")
+        _check_devices(self)
         return self
 
     @property
@@ -198,6 +191,17 @@ class HardwareProfile(pydantic.BaseModel):
             name for name in self.model_fields_set - _WORDS - {_UPDATE_KEY} if getattr(self, name) is not None
         }
         return frozenset(given | {f"{_UPDATE_KEY}.{kind}" for kind in self.host_update_parameters_per_second})
+
+
+def _check_devices(profile: HardwareProfile) -> None:
+    if profile.devices % profile.hosts:
+        raise ValueError(
+            f"hosts: {profile.hosts} does not divide {profile.devices}, the number of all devices"
+        )
+    if profile.devices_per_host > 1 and profile.interconnect_bytes_per_second is None:
+        raise ValueError("interconnect_bytes_per_second: needed for more than one device of a host")
+    if profile.hosts > 1 and profile.network_bytes_per_second is None:
+        raise ValueError("network_bytes_per_second: needed for more than one host")
 
 
 def preset_names() -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from lazyjax.huggingface.find import read_architecture
 from lazyjax.models.attention import FUSED
 from lazyjax.models.registry import build_template
 from lazyjax.models.template import ModelTemplate
-from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import OPTIMIZERS
 from lazyjax.planning.commands.picture import check_path, write_picture
 from lazyjax.planning.commands.plot import plot_timeline

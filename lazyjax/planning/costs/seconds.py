@@ -178,17 +178,7 @@ class Costs:
     @property
     def contention(self) -> Contention:
         """What resources lose to each other on this machine."""
-        profile = self.profile
-        if profile.devices == 1:
-            return Contention(profile.update_contention, profile.copy_contention)
-        others = (profile.devices_per_host - 1) / profile.host_bandwidth_bytes_per_second
-        return Contention(
-            profile.update_contention,
-            profile.copy_contention,
-            profile.collective_contention,
-            updates_to_h2d=others * profile.h2d_rate(),
-            updates_to_d2h=others * profile.d2h_rate(),
-        )
+        return _contention(self.profile)
 
     def update_seconds(self, layer: int) -> float:
         """Seconds of one layer's host update, the shards of all devices of a host."""
@@ -275,6 +265,19 @@ class Costs:
         gradients = _work_seconds(self.profile, Work({Kernel(0, moved): 1}))
         work = self.source.work(key.kind, key.phase, key.saved)
         return _work_seconds(self.profile, work) + gradients
+
+
+def _contention(profile: HardwareProfile) -> Contention:
+    if profile.devices == 1:
+        return Contention(profile.update_contention, profile.copy_contention)
+    others = (profile.devices_per_host - 1) / profile.host_bandwidth_bytes_per_second
+    return Contention(
+        profile.update_contention,
+        profile.copy_contention,
+        profile.collective_contention,
+        updates_to_h2d=others * profile.h2d_rate(),
+        updates_to_d2h=others * profile.d2h_rate(),
+    )
 
 
 def _work_seconds(profile: HardwareProfile, work: Work) -> float:

@@ -117,7 +117,7 @@ class _Slabs:
             if self.e.order.deferred:
                 return fetch  # it follows the layer's update, which has the parameters
         earlier = self._ahead(by, depth - 1 + PARAMETERS_AHEAD, segment, after)
-        self._read(layer, use, fetch, condition, earlier)
+        _read_halves(self.e, fetch, condition, Item(earlier, 0), Item(use, 0))
         return fetch
 
     def _gather(
@@ -166,34 +166,35 @@ class _Slabs:
             at = self.windows.order[self.windows.number[after] + 1]
         return at
 
-    def _read(
-        self, layer: int, use: Window, fetch: LiftedOperation, condition: Condition, at: Window
-    ) -> None:
-        """Reads the halves of the master weights that live on a drive, and drops them after the fetch."""
-        for part in self.e.sizes.fetched:
-            where = self.space.product(self._below(layer, part), condition)
-            if where == NEVER:
-                continue
-            load = self.e.transfer(
-                Action.LOAD_PARAMETERS, Item(at, 0), Phase.LOAD, layer, None, Item(use, 0), fetch.slot.order
-            )
-            loads = self.e.parameter_loads.setdefault(layer, [])
-            if load not in loads:
-                loads.append(load)
-            half = Buffer(ROLE_OF[part], layer)
-            self.e.add(load.allocates, half, Tier.HOST, where)
-            self.e.add(fetch.frees, half, Tier.HOST, where)
-            self.e.throttle(fetch, load, where)
-
-    def _below(self, layer: int, part: Part) -> Condition:
-        condition = NEVER
-        for link in LINKS[1:]:
-            condition = condition.either(self.space.owned(layer, part, link.lower))
-        return condition
-
     def _free(self, layer: int, window: Window, condition: Condition) -> None:
         last = self.e.compute(Item(window, self.e.items - 1))
         self.e.add(last.frees, Buffer(BufferRole.PARAMETERS, layer), Tier.DEVICE, condition)
+
+
+def _read_halves(
+    expansion: Expansion, fetch: LiftedOperation, condition: Condition, at: Item, use: Item
+) -> None:
+    """Reads the halves of the master weights that live on a drive, and drops them after the fetch."""
+    layer = fetch.layer
+    for part in expansion.sizes.fetched:
+        where = expansion.space.product(_below_host(expansion, layer, part), condition)
+        if where == NEVER:
+            continue
+        load = expansion.transfer(Action.LOAD_PARAMETERS, at, Phase.LOAD, layer, None, use, fetch.slot.order)
+        loads = expansion.parameter_loads.setdefault(layer, [])
+        if load not in loads:
+            loads.append(load)
+        half = Buffer(ROLE_OF[part], layer)
+        expansion.add(load.allocates, half, Tier.HOST, where)
+        expansion.add(fetch.frees, half, Tier.HOST, where)
+        expansion.throttle(fetch, load, where)
+
+
+def _below_host(expansion: Expansion, layer: int, part: Part) -> Condition:
+    condition = NEVER
+    for link in LINKS[1:]:
+        condition = condition.either(expansion.space.owned(layer, part, link.lower))
+    return condition
 
 
 def _emit_gradient(expansion: Expansion, layer: int) -> None:
@@ -260,9 +261,7 @@ def _emit_scatters(
 
 def _write_gradient(expansion: Expansion, layer: int, item: Item, out: LiftedOperation) -> None:
     """A gradient that lives on a drive passes through one of a few copies on the host."""
-    gradient, below = Buffer(BufferRole.GRADIENT, layer), NEVER
-    for link in LINKS[1:]:
-        below = below.either(expansion.space.owned(layer, Part.GRADIENT, link.lower))
+    gradient, below = Buffer(BufferRole.GRADIENT, layer), _below_host(expansion, layer, Part.GRADIENT)
     if below == NEVER:
         return
     spill = expansion.transfer(Action.SPILL_GRADIENT, item, Phase.GRADIENT_DOWN, layer, None, item)
