@@ -18,6 +18,7 @@ class StepBuffers:
     Attributes:
         device, host: arrays.
         nvme: shape and dtype of what a key holds.
+        packed: layers whose parameters on the device are still the slab that was copied or gathered.
         live_bytes, peak_bytes: on one device, counted from the arrays themselves as they are allocated.
     """
 
@@ -25,6 +26,7 @@ class StepBuffers:
         self.device: dict[Buffer, Any] = {}
         self.host: dict[Buffer, Any] = {}
         self.nvme: dict[Buffer, Any] = {}
+        self.packed: set[int] = set()
         self.live_bytes = 0
         self.peak_bytes = 0
         self._device_bytes = device_bytes

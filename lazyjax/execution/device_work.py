@@ -1,4 +1,4 @@
-"""Operations that run on the device and its links: kernels and copies, which are only dispatched.
+"""Kernels, and what devices exchange: operations that are only dispatched to the device.
 
 One method per kind of operation. None of them waits for the device; each returns what becomes ready
 when the operation is done.
@@ -6,23 +6,15 @@ when the operation is done.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from lazyjax.batch import Batch
 from lazyjax.execution.buffers import StepBuffers
-from lazyjax.execution.host_queues import HostQueues
 from lazyjax.execution.interfaces import Copies, LayerKernels
 from lazyjax.execution.kernels import DeviceBatch, GradientSlab
 from lazyjax.execution.pending import Arrays, Pending
+from lazyjax.planning.costs.trace import saved_in_order
 from lazyjax.planning.program.schedule import Buffer, BufferRole, Operation, Schedule
-from lazyjax.specs import Part
-from lazyjax.storage.host import HostStore
-from lazyjax.timeline import Resource
-
-
-def _untimed(start: float, end: float) -> None:
-    """The copies themselves are timed where they run."""
 
 
 class DeviceWork:
@@ -37,86 +29,16 @@ class DeviceWork:
         self,
         kernels: LayerKernels,
         copies: Copies,
-        store: HostStore,
-        queues: HostQueues,
         buffers: StepBuffers,
         schedule: Schedule,
         batch: Batch,
     ) -> None:
-        self._kernels, self._copies, self._store, self._queues = kernels, copies, store, queues
-        self._buffers, self._schedule, self._batch = buffers, schedule, batch
+        self._kernels, self._buffers, self._schedule = kernels, buffers, schedule
         self._template = kernels.template.in_chunks(schedule.plan.token_chunk)
         # The loss is a mean over the whole batch's target tokens, by their weights.
         self._scale = copies.scalar_to_device(1.0 / batch.target_weight)
-        self._packed: set[int] = set()
         self.losses: list[Any] = []
         self.squared_norms: dict[int, Any] = {}
-
-    # Copies
-
-    def fetch(self, operation: Operation) -> Pending:
-        """Parameters, host slab to device."""
-        layer, owned = operation.layer, self._store.owned
-        fetched = owned.on_nvme(layer).intersection(self._schedule.sizes.fetched)
-        slab = self._copies.slab_to_device(self._store.slabs(layer), lasting=not fetched)
-        self._buffers.device[Buffer(BufferRole.PARAMETERS, layer)] = slab
-        if not self._schedule.sizes.shared:
-            self._packed.add(layer)
-        if not fetched:
-            return Arrays(slab)
-        # The copies are used again once they are on the device. What waits for that must not hold the slab.
-        spent = [owned.copies.take_copy(layer, part) for part in fetched] if operation.frees else []
-
-        def give_back() -> None:
-            for lent in spent:
-                owned.copies.pool.give_back(lent)
-
-        return self._queues.run(Resource.H2D, give_back, [Arrays(slab)], _untimed)
-
-    def reload(self, operation: Operation) -> Pending:
-        """The batch or activations, host to device."""
-        device, host, microbatch_rows = (
-            self._buffers.device,
-            self._buffers.host,
-            self._schedule.plan.microbatch_rows,
-        )
-        waiting = []
-        for buffer in operation.reads:
-            if buffer.role is BufferRole.BATCH:
-                part = self._batch.slice_rows(
-                    buffer.microbatch * microbatch_rows, (buffer.microbatch + 1) * microbatch_rows
-                )
-                device[buffer] = self._copies.batch_to_device(part)
-            else:
-                waiting.append(buffer)
-        if waiting:
-            device.update(zip(waiting, self._copies.to_device([host[b] for b in waiting]), strict=True))
-        return Arrays([device[buffer] for buffer in operation.reads])
-
-    def offload(self, operation: Operation) -> Pending:
-        """Activations, device to host."""
-        device = self._buffers.device
-        copies = self._copies.to_host([device[buffer] for buffer in operation.reads])
-        self._buffers.host.update(zip(operation.reads, copies, strict=True))
-        return Arrays(copies)
-
-    def gradient_out(self, operation: Operation, after: Sequence[Pending] = ()) -> Pending:
-        """A layer's gradient, device to pinned memory, and from there on a host thread into its slab.
-
-        Args:
-            after: what that thread waits for: writes of earlier gradients, whose copies are used again.
-        """
-        layer, owned = operation.layer, self._store.owned
-        (delivered,) = self._copies.to_host([self._buffers.device[Buffer(BufferRole.GRADIENT, layer)]])
-
-        def copy() -> None:
-            if Part.GRADIENT in owned.on_nvme(layer):
-                target = owned.copies.make_new(layer, Part.GRADIENT)[Part.GRADIENT.value]
-            else:
-                target = self._store.slabs(layer).gradient
-            self._copies.into_slab(delivered, target)
-
-        return self._queues.run(Resource.D2H, copy, [Arrays(delivered), *after], _untimed)
 
     # Between devices
 
@@ -126,7 +48,7 @@ class DeviceWork:
         for place, _ in operation.allocates:
             part = place.buffer._replace(role=BufferRole.PARAMETERS)
             device[place.buffer], token = self._kernels.gather()(device[part])
-            self._packed.add(place.buffer.layer)
+            self._buffers.packed.add(place.buffer.layer)
         return Arrays(token)
 
     def reduce_scatter(self, operation: Operation) -> Pending:
@@ -147,8 +69,9 @@ class DeviceWork:
     def forward(self, operation: Operation) -> Pending:
         """Forward pass, also where it is repeated."""
         layer, (microbatch, batch) = operation.layer, self._microbatch(operation)
-        names = self._names(operation)
-        kernel = self._kernels.forward(self._template.kind(layer), names)
+        kind = self._template.kind(layer)
+        names = saved_in_order(kind.residual_names, operation.saved)
+        kernel = self._kernels.forward(kind, names)
         device = self._buffers.device
         parameters = self._parameters(layer)
         y, residuals, token = kernel(parameters, self._input(layer, microbatch), batch.context)
@@ -193,10 +116,9 @@ class DeviceWork:
             embed_kernel = self._kernels.embed_backward(operation.accumulates, operation.last)
             result, token = embed_kernel(accumulator, batch.tokens_BT, y_gradient)
         else:
-            names = self._names(operation)
-            kernel = self._kernels.backward(
-                self._template.kind(layer), names, operation.accumulates, operation.last
-            )
+            kind = self._template.kind(layer)
+            names = saved_in_order(kind.residual_names, operation.saved)
+            kernel = self._kernels.backward(kind, names, operation.accumulates, operation.last)
             x_gradient, result, token = kernel(
                 accumulator,
                 self._parameters(layer),
@@ -212,15 +134,11 @@ class DeviceWork:
     def _parameters(self, layer: int) -> Any:
         """What kernels take; a slab is unpacked for the first that needs it, in the queue of the kernels."""
         buffer = Buffer(self._schedule.sizes.kernel_parameters, layer)
-        if layer in self._packed:
+        if layer in self._buffers.packed:
             unpack = self._kernels.unpack(self._template.kind(layer))
             self._buffers.device[buffer] = unpack(self._buffers.device[buffer])
-            self._packed.remove(layer)
+            self._buffers.packed.remove(layer)
         return self._buffers.device[buffer]
-
-    def _names(self, operation: Operation) -> tuple[str, ...]:
-        kind = self._template.kind(operation.layer)
-        return tuple(name for name in kind.residual_names if name in operation.saved)
 
     def _microbatch(self, operation: Operation) -> tuple[int, DeviceBatch]:
         assert operation.microbatch is not None

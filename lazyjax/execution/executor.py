@@ -1,7 +1,7 @@
 """Trains a model under a plan: hands a schedule, a batch and the slabs to a walk, step by step.
 
 The executor holds no policy. It is given the schedules of its plans and walks them
-(`lazyjax.execution.walk`); handlers do the work (`device_work`, `host_work`). Here remains
+(`lazyjax.execution.walk`); handlers do the work (`copy_work`, `device_work`, `host_work`). Here remains
 what lasts longer than a step: the plan in use, the update that is still pending, the threads, the
 drive, and how errors end its use.
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from lazyjax.batch import Batch
 from lazyjax.execution.buffers import StepBuffers
+from lazyjax.execution.copy_work import CopyWork
 from lazyjax.execution.device_work import DeviceWork
 from lazyjax.execution.host_queues import HostQueues
 from lazyjax.execution.host_update import HostUpdates, UpdateStep
@@ -18,7 +19,7 @@ from lazyjax.execution.host_work import HostWork
 from lazyjax.execution.interfaces import Copies, LayerKernels
 from lazyjax.execution.pending import Pending
 from lazyjax.execution.recorder import Recorder
-from lazyjax.execution.walk import Walk
+from lazyjax.execution.walk import Walk, handlers_of
 from lazyjax.optim.clipping import ClipRule, global_norm
 from lazyjax.planning.program.schedule import STATE_ACTIONS, Operation, Schedule
 from lazyjax.storage.host import HostStore
@@ -90,18 +91,18 @@ class Step:
         self._learning_rate, self._step_count = learning_rate, count
         self._immediate = schedule.plan.update == "immediate"
         self._buffers = StepBuffers(machinery.copies.device_bytes)
-        self._device_work = DeviceWork(
-            machinery.kernels, machinery.copies, machinery.store, machinery.queues, self._buffers,
-            schedule, batch.with_rows(schedule.plan.executed_rows),
-        )  # fmt: skip
+        padded = batch.with_rows(schedule.plan.executed_rows)
+        copy_work = CopyWork(
+            machinery.copies, machinery.store, machinery.queues, self._buffers, schedule, padded
+        )
+        self._device_work = DeviceWork(machinery.kernels, machinery.copies, self._buffers, schedule, padded)
         self._host_work = HostWork(
             machinery.copies, machinery.updates, drive, machinery.queues, machinery.recorder, self._buffers,
             pending, deferred=not self._immediate,
         )  # fmt: skip
         self.walk = Walk(
             schedule,
-            self._device_work,
-            self._host_work,
+            handlers_of(copy_work, self._device_work, self._host_work),
             self._buffers,
             machinery.recorder,
             carried=carried,

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from lazyjax.execution.buffers import StepBuffers
+from lazyjax.execution.copy_work import CopyWork
 from lazyjax.execution.device_work import DeviceWork
 from lazyjax.execution.host_order import HostOrder
 from lazyjax.execution.host_work import HostWork
@@ -126,6 +127,47 @@ def _prepared_once(schedule: Schedule) -> Prepared:
     return found[1]
 
 
+class Handlers(NamedTuple):
+    """What does the work of each kind of operation: dispatches it, and gives what becomes ready with it.
+
+    Attributes:
+        device: on the device and its links, but for gradients that leave.
+        gradient_out: also takes what the thread that fills a slab waits for.
+        host: on host threads; also take what these wait for.
+    """
+
+    device: Mapping[Action, Callable[[Operation], Pending]]
+    gradient_out: Callable[[Operation, list[Pending]], Pending]
+    host: Mapping[Action, Callable[[Operation, list[Pending]], Pending | None]]
+
+
+def handlers_of(copy_work: CopyWork, device_work: DeviceWork, host_work: HostWork) -> Handlers:
+    """The handlers of a step, by kind of operation."""
+    return Handlers(
+        device={
+            Action.FETCH: copy_work.fetch,
+            Action.RELOAD: copy_work.reload,
+            Action.OFFLOAD: copy_work.offload,
+            Action.FORWARD: device_work.forward,
+            Action.RECOMPUTE: device_work.forward,
+            Action.LOSS: device_work.loss,
+            Action.BACKWARD: device_work.backward,
+            Action.GATHER: device_work.gather,
+            Action.REDUCE_SCATTER: device_work.reduce_scatter,
+        },
+        gradient_out=copy_work.gradient_out,
+        host={
+            Action.SPILL: host_work.spill,
+            Action.LOAD: host_work.load,
+            Action.UPDATE: host_work.update,
+            Action.LOAD_STATE: host_work.load_state,
+            Action.SPILL_STATE: host_work.spill_state,
+            Action.SPILL_GRADIENT: host_work.spill_gradient,
+            Action.LOAD_PARAMETERS: host_work.load_parameters,
+        },
+    )
+
+
 class Walk:
     """One pass through a schedule.
 
@@ -137,8 +179,7 @@ class Walk:
     def __init__(
         self,
         schedule: Schedule,
-        device_work: DeviceWork,
-        host_work: HostWork,
+        handlers: Handlers,
         buffers: StepBuffers,
         recorder: Recorder,
         *,
@@ -147,27 +188,7 @@ class Walk:
     ) -> None:
         self._schedule, self._buffers, self._recorder = schedule, buffers, recorder
         self._carried, self._issued = carried, issued
-        self._device_handlers: dict[Action, Callable[[Operation], Pending]] = {
-            Action.FETCH: device_work.fetch,
-            Action.FORWARD: device_work.forward,
-            Action.RECOMPUTE: device_work.forward,
-            Action.LOSS: device_work.loss,
-            Action.BACKWARD: device_work.backward,
-            Action.OFFLOAD: device_work.offload,
-            Action.RELOAD: device_work.reload,
-            Action.GATHER: device_work.gather,
-            Action.REDUCE_SCATTER: device_work.reduce_scatter,
-        }
-        self._gradient_out = device_work.gradient_out
-        self._host_handlers: dict[Action, Callable[[Operation, list[Pending]], Pending | None]] = {
-            Action.SPILL: host_work.spill,
-            Action.LOAD: host_work.load,
-            Action.UPDATE: host_work.update,
-            Action.LOAD_STATE: host_work.load_state,
-            Action.SPILL_STATE: host_work.spill_state,
-            Action.SPILL_GRADIENT: host_work.spill_gradient,
-            Action.LOAD_PARAMETERS: host_work.load_parameters,
-        }
+        self._handlers = handlers
         self._carried_layers: dict[int, list[Pending]] = collections.defaultdict(list)
         for index, task in carried.items():
             self._carried_layers[schedule.operations[index].layer].append(task)
@@ -252,9 +273,9 @@ class Walk:
             while len(self._tokens) > _WINDOWS_AHEAD:
                 self._tokens.popleft()[1].wait()
         if operation.action is Action.GRADIENT_OUT:
-            pending = self._gradient_out(operation, self._issued_before(operation))
+            pending = self._handlers.gradient_out(operation, self._issued_before(operation))
         else:
-            pending = self._device_handlers[operation.action](operation)
+            pending = self._handlers.device[operation.action](operation)
         self._recorder.issued(operation, pending)
         if operation.resource is Resource.COMPUTE:
             if self._tokens and self._tokens[-1][0] == operation.window:
@@ -272,7 +293,7 @@ class Walk:
         if operation.action in _READS_OF_OWNED and operation.layer in self._carried_layers:
             # In its queue the write is long done; if it failed, what is there is older.
             after += self._carried_layers[operation.layer]
-        pending = self._host_handlers[operation.action](operation, after)
+        pending = self._handlers.host[operation.action](operation, after)
         if pending is not None:
             assert isinstance(pending, Task)
             self._pending[operation.index] = pending

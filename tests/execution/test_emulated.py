@@ -11,7 +11,7 @@ import pytest
 
 from experiments.benchmarks.emulated_device import emulate, simulated
 from experiments.emulation import ThreadClock
-from lazyjax.execution.device_work import DeviceWork
+from lazyjax.execution.copy_work import CopyWork
 from lazyjax.execution.host_work import HostWork
 from lazyjax.hardware.profile import load_profile
 from lazyjax.models.architecture import Qwen2Architecture, Rope
@@ -123,7 +123,7 @@ def test_several_emulated_devices_take_the_simulated_time(plan: Plan, devices: i
 @pytest.mark.parametrize("handler", ["fetch", "offload", "reload", "gradient_out"])
 def test_a_copy_that_the_walk_waits_for_is_seen(handler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting for a kernel costs nothing here: dispatching the next one takes no time."""
-    dispatch = getattr(DeviceWork, handler)
+    dispatch = getattr(CopyWork, handler)
 
     def waiting(self, operation, *after):
         pending = dispatch(self, operation, *after)
@@ -132,7 +132,7 @@ def test_a_copy_that_the_walk_waits_for_is_seen(handler: str, monkeypatch: pytes
 
     plan = plan_of("host", interlayer_home="host")
     before = ratio(plan)
-    monkeypatch.setattr(DeviceWork, handler, waiting)
+    monkeypatch.setattr(CopyWork, handler, waiting)
     assert ratio(plan) > 1.02 * before
 
 
