@@ -59,7 +59,7 @@ def compiled_backward(kernels: Kernels, kind: LayerKind, rows: int, tokens: int)
     x_BTD = jax.ShapeDtypeStruct((rows, tokens, hidden), jnp.float32)
     row_BT: Any = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
     kernel: Any = kernels.backward(kind, (), True, False)
-    accumulator = kernels.gathering.shapes(kind)
+    accumulator = kernels.placement.gathering.shapes(kind)
     return kernel.lower(accumulator, params, x_BTD, Context(row_BT, row_BT), (), x_BTD).compile()
 
 

@@ -173,7 +173,7 @@ class _Calls:
         return hi, self._put(np.zeros(length, np.int16))
 
     def _zeros(self, layer: int) -> Accumulator:
-        shapes = self.kernels.gathering.shapes(self.kernels.template.kind(layer))
+        shapes = self.kernels.placement.gathering.shapes(self.kernels.template.kind(layer))
         return tuple(self._put(np.zeros(shape.shape, np.float32), shape.sharding) for shape in shapes)
 
     def _residuals(self, layer: int, names: tuple[str, ...], context: Context) -> tuple[jax.Array, ...]:

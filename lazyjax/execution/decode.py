@@ -193,7 +193,7 @@ class Decoder:
         return self._decode_kernels.embed()(self._put(rows_UD), self._put(index_BT))
 
     def _put(self, array: Any) -> Array:
-        return jax.device_put(array, self._kernels.replicated)
+        return jax.device_put(array, self._kernels.placement.replicated)
 
     def _draw(self, numbers_B: Int32[np.ndarray, " B"]) -> Draw | None:
         if self.sampling.temperature == 0:

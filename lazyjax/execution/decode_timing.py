@@ -33,7 +33,7 @@ def time_decoding(
     first = {layer.kind: index for index, layer in reversed(list(enumerate(template.spec.layers)))}
 
     def put(array: Any) -> jax.Array:
-        return jax.device_put(array, kernels.replicated)
+        return jax.device_put(array, kernels.placement.replicated)
 
     ones = np.ones(rows, np.int32)
     span = Span(put(ones * (tokens // 2)), put(ones))

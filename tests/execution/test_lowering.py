@@ -43,7 +43,7 @@ def test_every_kernel_lowers_for_cuda(family: str, tied: bool, dtype: str, token
     def given(kind: Any) -> Any:
         return jax.eval_shape(kernels.unpack(kind), slab(kind))
 
-    accumulator = kernels.gathering.shapes
+    accumulator = kernels.placement.gathering.shapes
     embed, head = template.kind(0), template.kind(len(spec.layers) - 1)
     table = (given(embed), accumulator(embed)) if tied else (None, None)
     with for_accelerator():
