@@ -12,7 +12,7 @@ LIBRARY = pathlib.Path(lazyjax.__file__).parent
 MOST_CLASS_LINES, MOST_FUNCTION_LINES = 150, 60
 #: Longer until now; nothing may be added here.
 KNOWN = {
-    "hardware/measure.py measure_profile", "training/checkpoints.py save",
+    "training/checkpoints.py save",
     "training/loop.py Trainer", "training/setup.py _make_trainer", "training/setup.py prepare",
 }  # fmt: skip
 

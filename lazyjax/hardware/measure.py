@@ -96,111 +96,149 @@ def measure_profile(
     Raises:
         OSError: the NVMe folder cannot be written.
     """
-    device = jax.devices()[0]
-    shapes = options.shapes
-    if device.platform == "cpu":
-        shapes = [_bounded(shape) for shape in shapes]
-    when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    figures: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-
-    def note(figure: str, value: Any, how: str, spreads: Sequence[float] = ()) -> None:
-        figures[figure] = value
-        sources[figure] = source(how, spreads)
-
-    def source(how: str, spreads: Sequence[float]) -> str:
-        runs = f"; {SPREAD} {max(spreads):.0%} over {options.repeats} runs" if spreads else ""
-        return f"measured {when}: {how}{runs}"
-
-    def matrices() -> None:
-        spreads = list[float]()
-        rate = matmul_flops_per_second(shapes, options.compute_dtype, options.repeats, observe=spreads.append)
-        some = ", ".join("x".join(map(str, shape)) for shape in shapes[:4])
-        how = f"{options.compute_dtype} products and both gradients, {some}"
-        note("matmul_flops_per_second", rate, how, spreads)
-
-    def bandwidth() -> None:
-        spreads = list[float]()
-        rate = device_bandwidth_bytes_per_second(
-            options.transfer_bytes, options.repeats, observe=spreads.append
-        )
-        note("device_bandwidth_bytes_per_second", rate, "an element-wise pass, reads plus writes", spreads)
-
-    def link() -> None:
-        spreads = list[float]()
-        alone = link_rates(options.transfer_bytes, options.repeats, observe=spreads.append)
-        start = "pinned array" if device.platform == "cpu" else "host slab"
-        note("h2d_bytes_per_second", alone.h2d, f"{start} to device, alone", spreads[:1])
-        note("d2h_bytes_per_second", alone.d2h, "device to pinned host memory, alone", spreads[1:2])
-        note("duplex_factor", alone.duplex_factor, "both at once over each alone", spreads)
-
-    def host() -> None:
-        spreads = list[float]()
-        rate = host_bandwidth_bytes_per_second(
-            options.transfer_bytes, options.repeats, observe=spreads.append
-        )
-        how = "arrays updated in place by all usable CPUs, reads plus writes"
-        note("host_bandwidth_bytes_per_second", rate, how, spreads)
-        rates = {}
-        for optimizer, probe in updates.items():
-            update = probe(options.update_elements)
-            seconds, spread = timing(update, options.repeats)
-            rates[optimizer] = options.update_elements / seconds
-            sources[f"host_update_parameters_per_second.{optimizer}"] = source(
-                f"updates of {options.update_elements} parameters on all usable CPUs", [spread]
-            )
-        figures["host_update_parameters_per_second"] = rates
-
-    def drive() -> None:
-        if options.nvme_folder is None:
-            return
-        rates = drive_rates(options.nvme_folder, options.nvme_bytes)
-        how = f"{options.nvme_bytes} bytes in files of 64 MiB, not cached, while as many go the other way"
-        note("nvme_read_bytes_per_second", rates.read, f"{how}; alone {rates.read_alone / 1e9:.2f} GB/s")
-        note("nvme_write_bytes_per_second", rates.write, f"{how}; alone {rates.write_alone / 1e9:.2f} GB/s")
-        free = int(0.9 * shutil.disk_usage(options.nvme_folder).free)
-        note("nvme_bytes", free, "0.9 of the free space of the folder's file system")
-
-    def between_devices() -> None:
-        devices, spreads = jax.local_devices()[: options.devices], list[float]()
-        rate = interconnect_bytes_per_second(
-            devices, options.transfer_bytes, options.repeats, observe=spreads.append
-        )
-        how = f"an all-gather of {options.transfer_bytes} bytes over {len(devices)} devices"
-        note("interconnect_bytes_per_second", rate, how, spreads)
-        figures["collective_contention"] = 1.0
-        sources["collective_contention"] = "assumption: JAX runs the programs of a device one after another"
-
-    def memory() -> None:
-        for figure, (value, how) in capacities(device).items():
-            note(figure, value, how)
-
-    def contention() -> None:
-        compute = products(shapes[:1], options.compute_dtype)
-        # An optimizer's update is the same few passes over memory whichever it is: one stands for all.
-        for optimizer, probe in list(updates.items())[:1]:
-            update = probe(min(options.update_elements, _CONTENDING_ELEMENTS))
-            share = lost_share(compute, update, options.repeats)
-            note("update_contention", share, f"lost by products, per second of {optimizer} updates beside")
-        share = lost_share(compute, pinned_copy(_CONTENDING_BYTES), options.repeats)
-        note("copy_contention", share, "lost by products, per second of copies to pinned memory beside")
-
-    steps: list[tuple[str, Callable[[], None]]] = [
-        ("matrix products", matrices),
-        ("device memory", bandwidth),
-        ("host link", link),
-        ("host memory and updates", host),
-        ("compute beside copies and updates", contention),
-        ("NVMe", drive),
-        ("capacities", memory),
-    ]
-    if options.devices > 1:
-        steps.append(("between devices", between_devices))
+    measurements = _Measurements(options, updates)
+    steps = measurements.steps()
     for done, (what, step) in enumerate(steps):
         progress(what, done, len(steps))
         step()
     progress("done", len(steps), len(steps))
-    return HardwareProfile(name=name, device=device_label(device), **figures, sources=sources)
+    return HardwareProfile(
+        name=name,
+        device=device_label(measurements.device),
+        **measurements.figures,
+        sources=measurements.sources,
+    )
+
+
+class _Measurements:
+    """What is measured of a machine, figure by figure.
+
+    Attributes:
+        figures, sources: of the profile, as far as measured.
+    """
+
+    def __init__(self, options: MeasureOptions, updates: Mapping[str, UpdateProbe]) -> None:
+        self.options, self.updates, self.device = options, updates, jax.devices()[0]
+        self.shapes: Sequence[MatrixShape] = options.shapes
+        if self.device.platform == "cpu":
+            self.shapes = [_bounded(shape) for shape in options.shapes]
+        self.when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+        self.figures: dict[str, Any] = {}
+        self.sources: dict[str, str] = {}
+
+    def steps(self) -> list[tuple[str, Callable[[], None]]]:
+        """What is measured, in order, by name."""
+        steps: list[tuple[str, Callable[[], None]]] = [
+            ("matrix products", self.matrices),
+            ("device memory", self.bandwidth),
+            ("host link", self.link),
+            ("host memory and updates", self.host),
+            ("compute beside copies and updates", self.contention),
+            ("NVMe", self.drive),
+            ("capacities", self.memory),
+        ]
+        if self.options.devices > 1:
+            steps.append(("between devices", self.between_devices))
+        return steps
+
+    def _note(self, figure: str, value: Any, how: str, spreads: Sequence[float] = ()) -> None:
+        self.figures[figure] = value
+        self.sources[figure] = self._source(how, spreads)
+
+    def _source(self, how: str, spreads: Sequence[float]) -> str:
+        runs = f"; {SPREAD} {max(spreads):.0%} over {self.options.repeats} runs" if spreads else ""
+        return f"measured {self.when}: {how}{runs}"
+
+    def matrices(self) -> None:
+        """Matrix products of the model's shapes."""
+        spreads = list[float]()
+        rate = matmul_flops_per_second(
+            self.shapes, self.options.compute_dtype, self.options.repeats, observe=spreads.append
+        )
+        some = ", ".join("x".join(map(str, shape)) for shape in self.shapes[:4])
+        how = f"{self.options.compute_dtype} products and both gradients, {some}"
+        self._note("matmul_flops_per_second", rate, how, spreads)
+
+    def bandwidth(self) -> None:
+        """Memory of the device."""
+        spreads = list[float]()
+        rate = device_bandwidth_bytes_per_second(
+            self.options.transfer_bytes, self.options.repeats, observe=spreads.append
+        )
+        self._note(
+            "device_bandwidth_bytes_per_second", rate, "an element-wise pass, reads plus writes", spreads
+        )
+
+    def link(self) -> None:
+        """The host link, each way and both."""
+        spreads = list[float]()
+        alone = link_rates(self.options.transfer_bytes, self.options.repeats, observe=spreads.append)
+        start = "pinned array" if self.device.platform == "cpu" else "host slab"
+        self._note("h2d_bytes_per_second", alone.h2d, f"{start} to device, alone", spreads[:1])
+        self._note("d2h_bytes_per_second", alone.d2h, "device to pinned host memory, alone", spreads[1:2])
+        self._note("duplex_factor", alone.duplex_factor, "both at once over each alone", spreads)
+
+    def host(self) -> None:
+        """Memory of the host, and updates."""
+        spreads = list[float]()
+        rate = host_bandwidth_bytes_per_second(
+            self.options.transfer_bytes, self.options.repeats, observe=spreads.append
+        )
+        how = "arrays updated in place by all usable CPUs, reads plus writes"
+        self._note("host_bandwidth_bytes_per_second", rate, how, spreads)
+        rates = {}
+        for optimizer, probe in self.updates.items():
+            update = probe(self.options.update_elements)
+            seconds, spread = timing(update, self.options.repeats)
+            rates[optimizer] = self.options.update_elements / seconds
+            self.sources[f"host_update_parameters_per_second.{optimizer}"] = self._source(
+                f"updates of {self.options.update_elements} parameters on all usable CPUs", [spread]
+            )
+        self.figures["host_update_parameters_per_second"] = rates
+
+    def drive(self) -> None:
+        """NVMe, where there is a folder."""
+        if self.options.nvme_folder is None:
+            return
+        rates = drive_rates(self.options.nvme_folder, self.options.nvme_bytes)
+        moved = self.options.nvme_bytes
+        how = f"{moved} bytes in files of 64 MiB, not cached, while as many go the other way"
+        read_alone, write_alone = rates.read_alone / 1e9, rates.write_alone / 1e9
+        self._note("nvme_read_bytes_per_second", rates.read, f"{how}; alone {read_alone:.2f} GB/s")
+        self._note("nvme_write_bytes_per_second", rates.write, f"{how}; alone {write_alone:.2f} GB/s")
+        free = int(0.9 * shutil.disk_usage(self.options.nvme_folder).free)
+        self._note("nvme_bytes", free, "0.9 of the free space of the folder's file system")
+
+    def between_devices(self) -> None:
+        """Collectives of this host's devices."""
+        devices, spreads = jax.local_devices()[: self.options.devices], list[float]()
+        rate = interconnect_bytes_per_second(
+            devices, self.options.transfer_bytes, self.options.repeats, observe=spreads.append
+        )
+        how = f"an all-gather of {self.options.transfer_bytes} bytes over {len(devices)} devices"
+        self._note("interconnect_bytes_per_second", rate, how, spreads)
+        self.figures["collective_contention"] = 1.0
+        self.sources["collective_contention"] = (
+            "assumption: JAX runs the programs of a device one after another"
+        )
+
+    def memory(self) -> None:
+        """Capacities."""
+        for figure, (value, how) in capacities(self.device).items():
+            self._note(figure, value, how)
+
+    def contention(self) -> None:
+        """What compute loses to copies and updates beside it."""
+        compute = products(self.shapes[:1], self.options.compute_dtype)
+        # An optimizer's update is the same few passes over memory whichever it is: one stands for all.
+        for optimizer, probe in list(self.updates.items())[:1]:
+            update = probe(min(self.options.update_elements, _CONTENDING_ELEMENTS))
+            share = lost_share(compute, update, self.options.repeats)
+            self._note(
+                "update_contention", share, f"lost by products, per second of {optimizer} updates beside"
+            )
+        share = lost_share(compute, pinned_copy(_CONTENDING_BYTES), self.options.repeats)
+        self._note("copy_contention", share, "lost by products, per second of copies to pinned memory beside")
 
 
 def device_label(device: jax.Device) -> str:
