@@ -104,6 +104,7 @@ class Decoder:
             raise PlanError(f"rows: {plan.batch_rows} cannot be split over {kernels.mesh.size} devices")
         self.sampling = sampling
         self._parameters = _LayerParameters(kernels, store, plan, self.uses)
+        self.streams = self._parameters.streams
         self._states: dict[int, State] = {
             layer: self._decode_kernels.empty(template.kind(layer), plan.batch_rows, plan.tokens)()
             for layer in range(1, self.head)
@@ -171,11 +172,6 @@ class Decoder:
         """Gives the device memory back."""
         self._parameters.clear()
         self._states.clear()
-
-    @property
-    def streams(self) -> bool:
-        """Whether some layer does not stay on the device."""
-        return self._parameters.streams
 
     def _embed(self, tokens_BT: Int32[np.ndarray, "B T"]) -> Array:
         """x_BTD of tokens; their rows of the table are looked up on the host."""
