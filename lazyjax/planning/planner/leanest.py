@@ -1,12 +1,17 @@
-"""Whether some plan of a problem fits, and what the nearest miss lacks; time does not matter here."""
+"""Whether some plan of a problem fits, and what the nearest miss lacks; time does not matter here.
+
+Bytes of one tier are never weighed against bytes of another: where more of a single tier is enough, the least
+of it is told, and only where no single tier is enough, what several lack together.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 
 from lazyjax.planning.plan.document import Plan
+from lazyjax.planning.planner.affine import Number
 from lazyjax.planning.planner.batch_replay import BatchReplay
 from lazyjax.planning.planner.decisions.decision import Binaries
 from lazyjax.planning.planner.descent import descend
@@ -17,6 +22,11 @@ from lazyjax.planning.planner.rows import ProgramRows
 from lazyjax.planning.planner.solver import SolverFailure, shared_process, solvers
 from lazyjax.planning.planner.timing import TimeModel
 from lazyjax.specs import Tier
+
+#: In which order a miss is put down to a single tier: memory of the host is what is added most easily.
+_SINGLE = (Tier.HOST, Tier.NVME, Tier.DEVICE)
+#: In which order several tiers are made as small as they can be: the device's memory cannot be added to.
+_TOGETHER = (Tier.DEVICE, Tier.HOST, Tier.NVME)
 
 
 def memory_shortfall(
@@ -37,7 +47,7 @@ def memory_shortfall(
         missing = leanest.least_missing(tier)
         if missing is not None:
             return {tier: missing}
-    allowed = dict.fromkeys(Tier, math.inf)
+    allowed: dict[Tier, Number] = dict.fromkeys(Tier, math.inf)
     for tier in _TOGETHER:
         allowed[tier] = leanest.least_missing(tier, allowed) or 0
     return {tier: int(size) for tier, size in allowed.items() if size}
@@ -82,7 +92,7 @@ class _Leanest:
         values, missing = self._find(dict.fromkeys(Tier, math.inf), Tier)
         return None if any(missing.values()) else values
 
-    def least_missing(self, tier: Tier, others: Mapping[Tier, float] | None = None) -> int | None:
+    def least_missing(self, tier: Tier, others: Mapping[Tier, Number] | None = None) -> int | None:
         """The least that `tier` lacks; None where other tiers are too small.
 
         Args:
@@ -96,7 +106,7 @@ class _Leanest:
         return None if values is None else missing[tier]
 
     def _find(
-        self, allowed: Mapping[Tier, float], counted: Collection[Tier]
+        self, allowed: Mapping[Tier, Number], counted: Collection[Tier]
     ) -> tuple[Binaries | None, dict[Tier, int]]:
         """The assignment that lacks the least of `counted`, and what it lacks; None where all lack more.
 
@@ -135,7 +145,7 @@ class _Leanest:
         return short if short > 1e-7 * unit else 0
 
     def _by_descent(
-        self, allowed: Mapping[Tier, float], counted: Collection[Tier]
+        self, allowed: Mapping[Tier, Number], counted: Collection[Tier]
     ) -> tuple[Binaries | None, dict[Tier, int]]:
         plainest = self.model.choices.plainest()
         replay = BatchReplay(self.model, self.rows)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
-from lazyjax.planning.planner.affine import Affine
+from lazyjax.planning.planner.affine import Affine, Number
 from lazyjax.planning.planner.choices import Choices
 from lazyjax.planning.planner.problem import Problem
 from lazyjax.planning.program.conditions import NEVER, Condition
@@ -58,7 +58,7 @@ class MemoryRows:
     constants: Float64[np.ndarray, "rows"]
     tiers: list[Tier]
 
-    def hopeless(self, capacity: Mapping[Tier, float]) -> bool:
+    def hopeless(self, capacity: Mapping[Tier, Number]) -> bool:
         """Whether a tier cannot hold whatever is decided."""
         lowest = self.constants + np.minimum(self.matrix, 0.0).sum(axis=0)
         return bool((lowest > np.array([capacity[tier] for tier in self.tiers])).any())
