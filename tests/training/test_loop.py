@@ -447,7 +447,7 @@ def test_a_run_that_begins_without_a_finite_loss_ends_there(tmp_path, kind, eval
     trainer, _ = make_trainer(
         tmp_path, executor, evaluation_batches=evaluations, save_model=lambda: saved.append(1)
     )
-    trainer._find_nonfinite = lambda: tensors
+    trainer._examination._find_nonfinite = lambda: tensors
     words = "a.weight" if tensors else "compute_dtype float32"
     with pytest.raises(loop.NonFiniteModelError, match=f"of the first .* is nan: nothing can .*{words}"):
         trainer.run()

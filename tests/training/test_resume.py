@@ -114,12 +114,12 @@ def trained(config: Config, resume=None, *, stop_after: int | None = None, said:
     with setup.prepare(config, said or console(), resume) as prepared:
         trainer, executor = prepared.trainer, prepared.executor
         if stop_after is not None:
-            step = trainer._executor.train_step
+            step = executor.train_step
 
             def stopping(batch, rate):
                 result = step(batch, rate)
                 if executor.counts.applied + executor.counts.skipped == stop_after:
-                    trainer._stop.time_is_up()
+                    trainer._context.stop.time_is_up()
                 return result
 
             executor.train_step = stopping

@@ -71,7 +71,7 @@ def plan_command(arguments: Sequence[str]) -> None:
     verification = verify_for(request, plan)
     baselines = baseline_rows(request)
     _write_outputs(options, request, plan, verification, baselines)
-    hardware = f"{options.hardware} ({ask.profile.device})"
+    hardware = f"{options.hardware} ({ask.profile.device}){_spread_in_words(ask.profile)}"
     rows_seen = options.epoch_rows
     report = plan_report(request, plan, verification, baselines, hardware=hardware, epoch_rows=rows_seen)
     console.print(report, highlight=False)
@@ -82,6 +82,14 @@ def plan_command(arguments: Sequence[str]) -> None:
         written = cache.path_of(cache.default_folder(), request_key(asked))
     if written is not None and written.exists():
         console.print(f"plan: {written}", soft_wrap=True, highlight=False)
+
+
+def _spread_in_words(profile: HardwareProfile) -> str:
+    """Nothing for one device."""
+    if profile.devices == 1:
+        return ""
+    hosts = "one host" if profile.hosts == 1 else f"{profile.hosts} hosts"
+    return f", {profile.devices} devices in {hosts},"
 
 
 def _check_options(options: argparse.Namespace) -> None:

@@ -208,7 +208,8 @@ class Expansion:
         self.head = len(sizes.layers) - 1
         self.microbatches = self.settings.microbatches
         self.items = 1 if by_layer else self.microbatches
-        self.reload_ahead = 1 if by_layer else self.settings.reload_ahead
+        ahead = self.settings.reload_ahead
+        self.reload_ahead = -(-ahead // self.microbatches) if by_layer else ahead
         self.windows = Windows(
             self.head,
             space.segments,
