@@ -30,6 +30,7 @@ from lazyjax.planning.planner.question import (
     padding_share,
     problem_of,
     settings_of,
+    with_long_offloads,
 )
 from lazyjax.planning.planner.request import build_request, request_key
 from lazyjax.planning.planner.search import find_plan, predict
@@ -352,6 +353,20 @@ def test_what_looks_pointless_is_looked_at_where_nothing_else_fits(request_, mon
     found = find_plan(fixed, time_limit_seconds=LIMIT)
     assert found.plan is not None
     assert {attempt.settings.prefetch for attempt in found.attempts} == {1, 2}
+
+
+def test_where_the_gap_stays_open_copies_may_be_under_way_for_longer(request_):
+    """By layer that matters for few microbatches; the plan found with the usual window is where it starts."""
+    one = settings_of(dataclasses.replace(request_, microbatches=1))[0]
+    longer = with_long_offloads(one)
+    assert longer == one.model_copy(update={"offload_window": 4})
+    assert with_long_offloads(longer) is None
+    assert with_long_offloads(one.model_copy(update={"microbatches": 3})) is None
+    tight = dataclasses.replace(request_, microbatches=1, prefetch=2, backward_prefetch=2)
+    found = find_plan(tight, time_limit_seconds=LIMIT, relative_gap=0.0)
+    periods = {attempt.settings.offload_window: attempt.period_seconds for attempt in found.attempts}
+    assert found.gap == 0 or set(periods) == {2, 4}
+    assert found.layer_period_seconds == min(period for period in periods.values() if period is not None)
 
 
 def test_command_refuses_before_it_solves(tmp_path, monkeypatch):

@@ -94,15 +94,19 @@ class Program:
         elif self.bound is not None and self.bound < math.inf:
             found = descend(self.replay, self.model.choices.plainest(), deadline)
         best = math.inf if found is None else self.model.period(found)
-        fitting = [values for values in starts if self._fits(values)]
+        fitting = [values for values in starts if self.fits(values)]
         period, start = min(
             ((self.model.period(values), position) for position, values in enumerate(fitting)),
             default=(math.inf, None),
         )
         if start is not None and period < best:
-            better = descend(self.replay, fitting[start], deadline)
-            found = fitting[start] if better is None else better
+            return self.descend_from(fitting[start], deadline, enough_seconds)
         return None if found is None else self._improved(found, deadline, enough_seconds)
+
+    def descend_from(self, start: Binaries, deadline: float, enough_seconds: float = 0.0) -> Binaries:
+        """A good assignment by descent from one that fits."""
+        better = descend(self.replay, start, deadline)
+        return self._improved(start if better is None else better, deadline, enough_seconds)
 
     def _improved(self, values: Binaries, deadline: float, enough_seconds: float) -> Binaries:
         """Descent again and again with room made for it, until that gains nothing."""
@@ -120,9 +124,9 @@ class Program:
         """An assignment as fast that moves less."""
         return reduce_traffic(self.replay, values, deadline)
 
-    def _fits(self, values: Binaries) -> bool:
-        completed = self.model.choices.complete(values[None])
-        return bool(self.replay.excess(completed)[0] <= 0)
+    def fits(self, values: Binaries) -> bool:
+        """Whether an assignment keeps within all capacities."""
+        return bool(self.replay.excess(self.model.choices.complete(values[None]))[0] <= 0)
 
     def branch(
         self,

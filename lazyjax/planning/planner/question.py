@@ -30,6 +30,8 @@ _USUAL_TOKENS = 8192
 _MOST_PADDING = 1 / 8
 #: Chunks of a row's tokens that are considered where a microbatch is one row of more tokens than the first.
 _TOKEN_CHUNKS = (32768, 8192, 2048)
+#: Most microbatches, and the window, of `with_long_offloads`.
+_COARSE, _LONG_OFFLOADS = 2, 4
 #: Share of the host's memory that what layers own may fill without being a burden.
 _PLENTY = 0.5
 #: Layers per segment that the search considers.
@@ -209,6 +211,17 @@ def settings_of(request: Request) -> list[Plan]:
         for width in request.token_chunks(-(-request.batch_rows // count))
         for forward, backward in dict.fromkeys(prefetches)
     ]  # fmt: skip
+
+
+def with_long_offloads(settings: Plan) -> Plan | None:
+    """The same setting with copies out under way for longer; None where that makes no difference by layer.
+
+    Where a microbatch is a large part of the batch, what one layer sends may take a link longer than the next
+    layers compute. With more time, layers that keep much and layers that keep little share the link.
+    """
+    if settings.microbatches > _COARSE or settings.offload_window >= _LONG_OFFLOADS:
+        return None
+    return settings.model_copy(update={"offload_window": _LONG_OFFLOADS})
 
 
 def problem_of(request: Request, settings: Plan, *, lean: bool = False) -> Problem:

@@ -21,7 +21,7 @@ from lazyjax.planning.planner.feasibility import finest_miss, nearest_miss
 from lazyjax.planning.planner.leanest import leanest_plan
 from lazyjax.planning.planner.milp import Program
 from lazyjax.planning.planner.necessary import necessary_shortfall
-from lazyjax.planning.planner.question import Request, problem_of, settings_of
+from lazyjax.planning.planner.question import Request, problem_of, settings_of, with_long_offloads
 from lazyjax.planning.planner.solver import shared_process
 from lazyjax.planning.program.schedule import build_schedule
 from lazyjax.planning.program.simulate import simulate
@@ -206,7 +206,7 @@ def find_plan(
     for everything in (False, True):
         added = _relaxed_candidates(request, search.candidates, everything, solver, progress)
         search.add(added)
-        _descend(search, added, warm_starts, deadline, progress)
+        _descend(request, search, added, warm_starts, deadline, solver, progress)
         if search.best is None:
             _start_lean(request, search, added)
         while time.monotonic() < deadline and (open_ := search.open_candidates()):
@@ -253,13 +253,15 @@ def _relaxed_candidates(
 
 
 def _descend(
+    request: Request,
     search: _Search,
     candidates: Sequence[_Candidate],
     warm_starts: Sequence[Plan],
     deadline: float,
+    solver: str | None,
     progress: Callable[[str], None],
 ) -> None:
-    """Descent on the most promising candidates; on more of them while there is no plan."""
+    """Descent on the most promising candidates, and with longer offloads; on more while there is no plan."""
     for rank, candidate in enumerate(candidates):
         over = search.best is not None and (rank >= _DESCENTS or time.monotonic() >= deadline)
         if over or candidate.bound_seconds >= search.target_seconds:
@@ -270,6 +272,31 @@ def _descend(
         if values is not None:
             search.offer(candidate, values)
             progress(f"{_name(candidate.settings)}: {candidate.period_seconds:.3f} s")
+            if search.best is not None and search.best[0] is candidate:
+                _lengthen_offloads(request, search, deadline, solver, progress)
+
+
+def _lengthen_offloads(
+    request: Request,
+    search: _Search,
+    deadline: float,
+    solver: str | None,
+    progress: Callable[[str], None],
+) -> None:
+    """Descent from the best plan with copies out under way for longer, where it is not close enough."""
+    if search.best is None or search.bound_seconds >= search.target_seconds or time.monotonic() >= deadline:
+        return
+    settings = with_long_offloads(search.best[0].settings)
+    if settings is None:
+        return
+    program = Program(problem_of(request, settings), solver)
+    candidate = _Candidate(settings, program, program.relax())
+    search.add([candidate])
+    enough = search.bound_seconds / (1 - search.relative_gap)
+    for start in search.starts(candidate, ()):
+        if program.fits(start):
+            search.offer(candidate, program.descend_from(start, deadline, enough))
+            progress(f"{_name(settings)}, longer offloads: {candidate.period_seconds:.3f} s")
 
 
 def _start_lean(request: Request, search: _Search, candidates: Sequence[_Candidate]) -> None:

@@ -208,8 +208,7 @@ class Expansion:
         self.head = len(sizes.layers) - 1
         self.microbatches = self.settings.microbatches
         self.items = 1 if by_layer else self.microbatches
-        ahead = self.settings.reload_ahead
-        self.reload_ahead = -(-ahead // self.microbatches) if by_layer else ahead
+        self.reload_ahead = 1 if by_layer else self.settings.reload_ahead
         self.windows = Windows(
             self.head,
             space.segments,
