@@ -29,7 +29,7 @@ from lazyjax.training.checkpoints import (
     list_checkpoints,
     open_checkpoint,
 )
-from lazyjax.training.loop import Start
+from lazyjax.training.history import Start
 from lazyjax.training.metrics import evaluations_of, read_records, scores_of, steps_of
 from lazyjax.training.places import place_of
 from lazyjax.training.run_folder import RunFolder

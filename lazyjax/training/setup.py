@@ -67,18 +67,21 @@ from lazyjax.training.capacity import check_capacity, needed_bytes
 from lazyjax.training.checkpoints import Identity, identity_of
 from lazyjax.training.checks import check_machine
 from lazyjax.training.display import Display, format_bytes
+from lazyjax.training.examination import no_answers
 from lazyjax.training.gathering import Gathering
 from lazyjax.training.learning_rate import learning_rates
-from lazyjax.training.loop import Trainer, TrainingSchedule, no_answers, plan_facts
+from lazyjax.training.loop import Trainer
 from lazyjax.training.replanning import Replan, make_replanner
 from lazyjax.training.reserves import Beside
 from lazyjax.training.resume import Resume
+from lazyjax.training.run_context import TrainingSchedule
 from lazyjax.training.run_folder import RunFolder, create_run_folder
 from lazyjax.training.saving import Saver
 from lazyjax.training.screens import plan_sentences, same_device, show_closing, show_facts
 from lazyjax.training.start_plan import Choice, choose, is_solved
 from lazyjax.training.status import say
 from lazyjax.training.streams import silence_when_closed
+from lazyjax.training.summary import plan_facts
 from lazyjax.training.together import (
     check_same,
     common_folder,
@@ -303,20 +306,9 @@ def _read_inputs(
     model, checkpoint = read_architecture(given)
     devices = visible_devices()
     config = for_processes(given, processes)
-    attention = AttentionChoice(
-        *processes.main.decide(
-            lambda: dataclasses.astuple(
-                choose_attention(
-                    # Which form was faster may come out otherwise now, and sums in another order.
-                    config.model.attention if resume is None else resume.attention,
-                    # One row is enough to tell which form is faster.
-                    Shape.of(model, 1, config.data.sequence_length, config.model.compute_dtype),
-                    packed=config.data.batching == "packed",
-                    platform=devices[0].platform,
-                )
-            )
-        )
-    )
+    # Which form was faster may come out otherwise now, and sums in another order.
+    wanted = config.model.attention if resume is None else resume.attention
+    attention = _choose_attention(config, model, wanted, processes, devices[0].platform)
     template = build_template(model, attention.name)
     if checkpoint is not None:
         bind(checkpoint, template)
@@ -337,12 +329,7 @@ def _read_inputs(
     tokenizer = load_data_tokenizer(config.data, tokenizer_folder)
     own_template = config.data.chat_template is None and tokenizer.chat_template
     chat_template = None if own_template else chat.default_template(tokenizer)
-    if chat.largest_token_id(tokenizer) >= spec.vocabulary_size:
-        raise SetupError(
-            f"the tokenizer of {tokenizer_folder} has {len(tokenizer)} tokens with ids up to "
-            f"{chat.largest_token_id(tokenizer)}, {spec.name} only {spec.vocabulary_size} (ids below that): "
-            f"set data.tokenizer to the model's own"
-        )
+    _check_vocabulary(tokenizer, tokenizer_folder, spec)
     batches = read_batches(config.data, tokenizer, config.training.evaluate_rows)
     schedule = make_training_schedule(config, batches.training)
     questions = read_questions(config, batches.sides, tokenizer)
@@ -356,6 +343,29 @@ def _read_inputs(
         config, given, processes, template, attention, checkpoint, mesh, optimizer, identity, tokenizer,
         tokenizer_folder, chat_template, batches, questions, schedule, state_bytes, runtime, slab_path,
     )  # fmt: skip
+
+
+def _choose_attention(
+    config: Config, model: Architecture, wanted: str, processes: Processes, platform: str
+) -> AttentionChoice:
+    """The form of attention, the same in all processes."""
+
+    def choose() -> tuple[Any, ...]:
+        # One row is enough to tell which form is faster.
+        shape = Shape.of(model, 1, config.data.sequence_length, config.model.compute_dtype)
+        packed = config.data.batching == "packed"
+        return dataclasses.astuple(choose_attention(wanted, shape, packed=packed, platform=platform))
+
+    return AttentionChoice(*processes.main.decide(choose))
+
+
+def _check_vocabulary(tokenizer: Tokenizer, folder: pathlib.Path, spec: ModelSpec) -> None:
+    largest = chat.largest_token_id(tokenizer)
+    if largest >= spec.vocabulary_size:
+        raise SetupError(
+            f"the tokenizer of {folder} has {len(tokenizer)} tokens with ids up to {largest}, "
+            f"{spec.name} only {spec.vocabulary_size} (ids below that): set data.tokenizer to the model's own"
+        )
 
 
 @contextlib.contextmanager
@@ -508,22 +518,7 @@ def _make_trainer(
     processes = inputs.processes
     gathering = Gathering(processes, store, inputs.mesh)
     replanner = make_replanner(config, inputs.template.in_chunks(choice.plan.token_chunk), choice)
-    saver = Saver(
-        folder.checkpoints,
-        spec,
-        executor.updates.reading,
-        inputs.identity,
-        config.checkpoints,
-        data_state=inputs.batches.training.state,
-        plan=lambda: executor.plan,
-        seed={"weights": config.training.seed, "data": config.data.seed},
-        config=inputs.given.model_dump(mode="json"),
-        attention=inputs.attention.name,
-        devices=inputs.mesh.size,
-        processes=processes,
-        say=display.say,
-    )
-    executor.updates.before_change = saver.fence
+    saver = _make_saver(inputs, executor, folder, display)
     start = None
     if resume is not None:
         start = resume.start(store, executor, inputs.batches.training, display.say, processes.main)
@@ -563,6 +558,28 @@ def _make_trainer(
         mirror=mirror,
         processes=processes,
     )
+
+
+def _make_saver(inputs: _Inputs, executor: Executor, folder: RunFolder, display: Display) -> Saver:
+    """Saves checkpoints; updates wait for it before they change what is being saved."""
+    config = inputs.config
+    saver = Saver(
+        folder.checkpoints,
+        inputs.template.spec,
+        executor.updates.reading,
+        inputs.identity,
+        config.checkpoints,
+        data_state=inputs.batches.training.state,
+        plan=lambda: executor.plan,
+        seed={"weights": config.training.seed, "data": config.data.seed},
+        config=inputs.given.model_dump(mode="json"),
+        attention=inputs.attention.name,
+        devices=inputs.mesh.size,
+        processes=inputs.processes,
+        say=display.say,
+    )
+    executor.updates.before_change = saver.fence
+    return saver
 
 
 def _open_mirror(config: Config, folder: RunFolder, stack: contextlib.ExitStack, console: Console) -> Mirror:

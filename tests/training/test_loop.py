@@ -22,10 +22,12 @@ from rich.console import Console
 from lazyjax.batch import Batch
 from lazyjax.execution.executor import NonFiniteStepsError, StepResult
 from lazyjax.timeline import Event, Resource, Timeline
-from lazyjax.training import loop
+from lazyjax.training import model_file
 from lazyjax.training.display import Display
+from lazyjax.training.examination import NonFiniteModelError
 from lazyjax.training.interrupt import STOPPING, StoppedAtOnce, exit_status
-from lazyjax.training.loop import Trainer, TrainingSchedule
+from lazyjax.training.loop import Trainer
+from lazyjax.training.run_context import TrainingSchedule
 from lazyjax.training.run_folder import RunFolder
 
 ROWS, LENGTH = 2, 4
@@ -347,7 +349,7 @@ def test_non_finite_steps_are_recorded_with_the_third_and_the_model_is_saved(tmp
 
 
 def test_a_model_without_room_waits_for_some(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "_ROOM_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(model_file, "_ROOM_SECONDS", (0.0, 0.0))
     tries = []
 
     def save():
@@ -363,7 +365,7 @@ def test_a_model_without_room_waits_for_some(tmp_path, monkeypatch):
 
 
 def test_a_model_that_cannot_be_written_fails_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "_ROOM_SECONDS", (0.0,))
+    monkeypatch.setattr(model_file, "_ROOM_SECONDS", (0.0,))
 
     def save():
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -375,7 +377,7 @@ def test_a_model_that_cannot_be_written_fails_the_run(tmp_path, monkeypatch):
 
 
 def test_a_signal_gives_up_waiting_for_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "_ROOM_SECONDS", (600.0,))
+    monkeypatch.setattr(model_file, "_ROOM_SECONDS", (600.0,))
     seen = io.StringIO()
     waits = threading.Thread(target=lambda: wait_for(seen, "tried again") or send(signal.SIGTERM, seen, "gi"))
 
@@ -449,7 +451,7 @@ def test_a_run_that_begins_without_a_finite_loss_ends_there(tmp_path, kind, eval
     )
     trainer._examination._find_nonfinite = lambda: tensors
     words = "a.weight" if tensors else "compute_dtype float32"
-    with pytest.raises(loop.NonFiniteModelError, match=f"of the first .* is nan: nothing can .*{words}"):
+    with pytest.raises(NonFiniteModelError, match=f"of the first .* is nan: nothing can .*{words}"):
         trainer.run()
     assert not saved
     assert len([call for call in executor.calls if call[0] == "train"]) == (kind == "train")
