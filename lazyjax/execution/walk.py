@@ -5,7 +5,8 @@ in which they were issued. Host work goes to threads, which wait themselves. The
 
 - before a device operation, on host work that it waits for (an update before its fetch, a read from
   NVMe before its reload), because the device cannot wait for the host;
-- before a kernel, on copies out of the device that it waits for: their memory is free only then;
+- before a kernel, on copies out of the device and sums over devices that it waits for: their memory is free
+  only then;
 - before host work, on a transfer that frees memory, such as the write to NVMe two before this one;
 - before a fetch, on the window before the last, so that the device always has work queued but memory
   that the list counts as free is free.
@@ -31,7 +32,6 @@ from lazyjax.execution.host_order import HostOrder
 from lazyjax.execution.host_work import HostWork
 from lazyjax.execution.pending import Pending, Task
 from lazyjax.execution.recorder import Recorder
-from lazyjax.planning.program.operations import shows_free
 from lazyjax.planning.program.schedule import STATE_ACTIONS, Action, Operation, Place, Schedule
 from lazyjax.specs import Tier
 from lazyjax.timeline import Resource
@@ -49,8 +49,7 @@ class Waits(NamedTuple):
 
     Attributes:
         finish: operations that the walk waits for itself.
-        release: copies to the device, and sums over devices, that the device waits for; what they leave is
-            given up.
+        release: copies to the device that the device waits for; what they leave is given up.
     """
 
     finish: tuple[int, ...]
@@ -62,11 +61,11 @@ class Prepared(NamedTuple):
 
     Attributes:
         waits: by operation.
-        awaited_by_host: device operations that a host thread waits for.
+        awaited: operations that a host thread or the walk waits for.
     """
 
     waits: tuple[Waits, ...]
-    awaited_by_host: frozenset[int]
+    awaited: frozenset[int]
 
 
 def prepare(schedule: Schedule) -> Prepared:
@@ -79,22 +78,17 @@ def prepare(schedule: Schedule) -> Prepared:
         release = [
             waited
             for waited in operation.waits
-            if waited not in finish and _is_released(operation, operations[waited])
+            if waited not in finish and operations[waited].resource is Resource.H2D
         ]
         waits.append(Waits(tuple(finish), tuple(release)))
-    awaited = (
+    awaited = {
         waited
         for operation in operations
         if operation.resource not in DEVICE_RESOURCES
         for waited in operation.waits
-    )
+    }
+    awaited.update(waited for own in waits for waited in own.finish)
     return Prepared(tuple(waits), frozenset(awaited))
-
-
-def _is_released(operation: Operation, other: Operation) -> bool:
-    if other.action is Action.REDUCE_SCATTER:
-        return shows_free(operation.action, other.action)
-    return other.resource is Resource.H2D
 
 
 def _must_have_ended(operation: Operation, other: Operation) -> bool:
@@ -108,7 +102,7 @@ def _must_have_ended(operation: Operation, other: Operation) -> bool:
         return bool(other.frees) and not own_threads
     if other.action is Action.SPILL_GRADIENT:
         return False  # the thread that fills the copy waits
-    if other.resource is Resource.D2H:
+    if other.resource is Resource.D2H or other.action is Action.REDUCE_SCATTER:
         return operation.resource is Resource.COMPUTE
     return other.resource not in DEVICE_RESOURCES
 
@@ -281,7 +275,7 @@ class Walk:
             if self._tokens and self._tokens[-1][0] == operation.window:
                 self._tokens.pop()
             self._tokens.append((operation.window, pending))
-        if operation.resource is Resource.D2H or operation.index in self._prepared.awaited_by_host:
+        if operation.resource is Resource.D2H or operation.index in self._prepared.awaited:
             self._pending[operation.index] = pending
 
     def _issued_before(self, operation: Operation) -> list[Pending]:

@@ -120,6 +120,20 @@ def test_several_emulated_devices_take_the_simulated_time(plan: Plan, devices: i
         assert found.busy_seconds[resource] == pytest.approx(seconds, rel=1e-6), resource
 
 
+@pytest.mark.parametrize("between_devices", [1e11, 2e10])
+def test_kernels_wait_for_the_sums_that_make_room(between_devices: float) -> None:
+    """Also where collectives are slower than kernels, no more gradients wait than the schedule counts."""
+    plan = plan_of("host").model_copy(update={"batch_rows": 4 * ROWS})
+    machine = costs(plan.microbatch_rows, 4)
+    slow = machine.profile.model_copy(update={"interconnect_bytes_per_second": between_devices})
+    machine = machine.with_profile(slow.model_copy(update={"collective_contention": 0.0}))
+    expected, found = simulated(plan, machine), emulate(model(), plan, machine, ThreadClock())
+    busy = expected.busy_seconds
+    assert (busy[Resource.INTERCONNECT] > busy[Resource.COMPUTE]) == (between_devices < 1e11)
+    assert not found.out_of_order
+    assert found.period_seconds == pytest.approx(expected.period_seconds, rel=0.05)
+
+
 @pytest.mark.parametrize("handler", ["fetch", "offload", "reload", "gradient_out"])
 def test_a_copy_that_the_walk_waits_for_is_seen(handler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting for a kernel costs nothing here: dispatching the next one takes no time."""
