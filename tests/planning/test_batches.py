@@ -29,7 +29,7 @@ def test_what_cannot_fit_is_refused_without_a_solver(monkeypatch):
         raise AssertionError("a program was built")
 
     monkeypatch.setattr(search, "Program", refuse)
-    monkeypatch.setattr(feasibility, "memory_shortfall", refuse)
+    monkeypatch.setattr(feasibility, "some_plan_fits", refuse)
     found = find_plan(asked)
     assert found.plan is None
     state = sum(layer.state_bytes for layer in asked.sizes(1).layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from lazyjax.planning.planner.leanest import memory_shortfall, nearest
+from lazyjax.planning.planner.leanest import memory_shortfall, nearest, some_plan_fits
 from lazyjax.planning.planner.necessary import necessary_shortfall
 from lazyjax.planning.planner.problem import Problem
 from lazyjax.planning.planner.question import Request, microbatch_counts, problem_of, settings_of
@@ -19,7 +19,7 @@ def feasible(request: Request) -> bool:
     """Whether some plan fits: with the microbatches asked for, else with the finest."""
     if necessary_shortfall(request):
         return False
-    return any(not memory_shortfall(problem) for problem in _finest_problems(request))
+    return any(some_plan_fits(problem) for problem in _finest_problems(request))
 
 
 def finest_miss(request: Request) -> dict[Tier, int]:

@@ -46,11 +46,16 @@ def memory_shortfall(
     for tier in _SINGLE:
         missing = leanest.least_missing(tier)
         if missing is not None:
-            return {tier: missing}
+            return {tier: missing} if missing else {}
     allowed: dict[Tier, Number] = dict.fromkeys(Tier, math.inf)
     for tier in _TOGETHER:
         allowed[tier] = leanest.least_missing(tier, allowed) or 0
     return {tier: int(size) for tier, size in allowed.items() if size}
+
+
+def some_plan_fits(problem: Problem, *, time_limit_seconds: float = 10.0, solver: str | None = None) -> bool:
+    """Whether a plan was found that fits: one question, where `memory_shortfall` asks several."""
+    return _Leanest(problem, solver or solvers()[0], time_limit_seconds).fitting() is not None
 
 
 def nearest(misses: Iterable[Mapping[Tier, int]]) -> dict[Tier, int]:
