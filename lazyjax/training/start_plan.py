@@ -197,7 +197,8 @@ def _load(config: Config, batch: Mapping[str, int]) -> Plan:
     plan = load_plan(path)
     for key, value in batch.items():
         if getattr(plan, key) != value:
-            raise PlanError(f"{path}: {key} is {getattr(plan, key)}, but data.{key} is {value}")
+            given = key.removeprefix("batch_")
+            raise PlanError(f"{path}: {key} is {getattr(plan, key)}, but data.{given} is {value}")
     asked = _made_for(config)
     hardware = config.plan.hardware
     if hardware not in (AUTO, CALIBRATE):

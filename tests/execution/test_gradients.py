@@ -64,7 +64,7 @@ def hidden(seed: int, dtype: str) -> jax.Array:
 def test_rows_of_a_table_equal_the_whole_table(accumulates: bool) -> None:
     """Adding and delivering rows gives what a float32 table of zeros with all gradients added gives."""
     made = kernels(True)
-    embed, gathering = made.template.kind(0), made.gathering
+    embed, gathering = made.template.kind(0), made.placement.gathering
     accumulator = filled(gathering.shapes(embed), 1)
     batch, gradient = random_batch(2), hidden(3, "bfloat16")
     expected = np.zeros((VOCABULARY, HIDDEN)) if not accumulates else np.asarray(accumulator[0], np.float64)
@@ -92,14 +92,14 @@ def updated_in_place(program: Any) -> int:
 def test_accumulators_are_written_in_place() -> None:
     made = kernels(False)
     block, embed = made.template.kind(1), made.template.kind(0)
-    accumulator = made.gathering.shapes(block)
+    accumulator = made.placement.gathering.shapes(block)
     x, batch = hidden(0, "bfloat16"), random_batch(0)
     program = compiled(
         made.backward(block, (), True, False), accumulator, given(made, block), x, batch.context, (), x
     )
     assert updated_in_place(program) == 4 * sum(tensor.elements for tensor in block.parameters)
     program = compiled(
-        made.embed_backward(True, False), made.gathering.shapes(embed), batch.tokens_BT, x
+        made.embed_backward(True, False), made.placement.gathering.shapes(embed), batch.tokens_BT, x
     )
     assert updated_in_place(program) == 4 * VOCABULARY * HIDDEN
     # Neither a table of zeros nor a copy of the accumulator.
@@ -142,6 +142,6 @@ def test_the_head_adds_to_the_accumulator_of_the_table(tied: bool, last: bool) -
 
 def test_several_devices_keep_flat_accumulators() -> None:
     made = Kernels(model(False), data_mesh(jax.devices()[:2]))
-    (shape,) = made.gathering.shapes(made.template.kind(1))
+    (shape,) = made.placement.gathering.shapes(made.template.kind(1))
     assert shape.shape == (slab_layout(made.template.kind(1).parameters, devices=2).length,)
-    assert not made.gathering.whole
+    assert not made.placement.gathering.whole

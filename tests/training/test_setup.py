@@ -21,7 +21,7 @@ from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.planning.plan.document import Boundary, PlanError, load_plan
 from lazyjax.specs import Part, Tier
 from lazyjax.storage.host import allocate_host_store
-from lazyjax.training import capacity, loop, setup
+from lazyjax.training import capacity, setup, stepping
 from lazyjax.training.capacity import CapacityError
 from lazyjax.training.reserves import NOTHING_BESIDE
 from lazyjax.training.setup import SetupError, read_architecture
@@ -165,7 +165,7 @@ def test_a_run_under_the_planners_plan_says_whose_it_is_and_ends_with_predicted_
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # Others take thousands of seconds of CPU time whenever someone looks.
     seconds = itertools.count()
-    monkeypatch.setattr(loop, "read_cpus", lambda: CpuReading(next(seconds), 1e3 * next(seconds)))
+    monkeypatch.setattr(stepping, "read_cpus", lambda: CpuReading(next(seconds), 1e3 * next(seconds)))
     console = quiet()
     keys = {"training__evaluate_rows": 0, "run__save_model": "false", "run__name": "planned"}
     setup.train(small(plan__planner="milp", plan__hardware="h800-paper", **keys), console)
