@@ -190,7 +190,7 @@ def in_memory_run(
     from experiments.in_memory import masters, train_in_memory
     from lazyjax.data.batches import load_data_tokenizer, read_batches
     from lazyjax.evaluation.model import open_folder
-    from lazyjax.training.setup import make_training_schedule
+    from lazyjax.training.inputs import make_training_schedule
 
     assert config.model.folder is not None
     loader = read_batches(config.data, load_data_tokenizer(config.data, config.model.folder), 0).training

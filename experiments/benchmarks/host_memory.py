@@ -35,7 +35,7 @@ from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning.plan.baselines import BASELINES
 from lazyjax.storage.host import allocate_host_store
-from lazyjax.training.setup import training_state_bytes
+from lazyjax.training.inputs import training_state_bytes
 
 RESULT = pathlib.Path(__file__).parent / "results" / "host_memory.md"
 SOURCES = ("lazyjax", "experiments/benchmarks/host_memory.py")

@@ -87,7 +87,7 @@ def write_plan(folder: pathlib.Path) -> None:
     from lazyjax.models.registry import build_template
     from lazyjax.planning.plan.document import Boundary
     from lazyjax.specs import Part
-    from lazyjax.training.setup import read_architecture
+    from lazyjax.training.inputs import read_architecture
     from lazyjax.training.start_plan import choose_plan
 
     words = arguments(folder, "plan", 1)

@@ -69,7 +69,7 @@ def child(folder: pathlib.Path, blocks: int, steps: int, limit: int | None) -> N
     from rich.console import Console
 
     from lazyjax.config import load_config
-    from lazyjax.training import setup
+    from lazyjax.training import inputs, setup
 
     name = "nvme" if limit is not None else "memory"
     (folder / "model.json").write_text(json.dumps(architecture(blocks)))
@@ -88,8 +88,9 @@ def child(folder: pathlib.Path, blocks: int, steps: int, limit: int | None) -> N
     console = Console(file=io.StringIO(), width=200)
     with setup.prepare(config, console) as prepared:
         prepared.trainer.run()
-        optimizer = setup.make_optimizer(config)
-        state_bytes = setup.training_state_bytes(prepared.template.spec, optimizer, gradient_dtype="bfloat16")
+        optimizer = inputs.make_optimizer(config)
+        spec = prepared.template.spec
+        state_bytes = inputs.training_state_bytes(spec, optimizer, gradient_dtype="bfloat16")
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
     outcome = Outcome(

@@ -36,8 +36,8 @@ from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.optim.clipping import ClipRule
 from lazyjax.storage.host import allocate_host_store
+from lazyjax.training.inputs import make_optimizer, read_architecture
 from lazyjax.training.learning_rate import learning_rates
-from lazyjax.training.setup import make_optimizer, read_architecture
 from lazyjax.training.start_plan import choose_plan
 
 CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "qwen27b_smoke.yaml"

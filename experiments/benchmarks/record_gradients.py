@@ -26,8 +26,8 @@ from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.hybrid8bit import MIN_8BIT_SIZE
 from lazyjax.specs import BLOCK_ELEMENTS, SlabLayout
 from lazyjax.storage.host import LayerSlabs, allocate_host_store
+from lazyjax.training.inputs import read_architecture
 from lazyjax.training.learning_rate import learning_rates
-from lazyjax.training.setup import read_architecture
 from lazyjax.training.start_plan import choose_plan
 
 CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "qwen27b_smoke.yaml"

@@ -23,7 +23,7 @@ from lazyjax.planning.planner.search import predict
 from lazyjax.planning.planner.service import InfeasibleError, solve_cached
 from lazyjax.training.calibration import AUTO, CALIBRATE, measured_profile, profile_request
 from lazyjax.training.display import format_bytes, format_seconds
-from lazyjax.training.setup import disk_bytes, make_optimizer, read_architecture
+from lazyjax.training.inputs import disk_bytes, make_optimizer, read_architecture
 from lazyjax.training.start_plan import fixed_plan, given_fields, is_solved
 
 #: The profile of the machine that a configuration names, or of this one.

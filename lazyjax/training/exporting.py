@@ -28,8 +28,8 @@ from lazyjax.specs import ModelSpec
 from lazyjax.storage.host import LayerSlabs, allocate_host_store
 from lazyjax.training import checkpoints
 from lazyjax.training.display import format_bytes
+from lazyjax.training.inputs import make_optimizer, read_architecture
 from lazyjax.training.run_folder import RunFolder
-from lazyjax.training.setup import make_optimizer, read_architecture
 
 _GGUF = ".gguf"
 

@@ -15,7 +15,7 @@ from lazyjax.planning.costs.sizes import model_sizes
 from lazyjax.planning.plan.baselines import keep_all, megatrain
 from lazyjax.planning.program.schedule import build_schedule
 from lazyjax.specs import Tier
-from lazyjax.training.setup import read_architecture
+from lazyjax.training.inputs import read_architecture
 
 
 @pytest.mark.parametrize(

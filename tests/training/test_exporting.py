@@ -20,7 +20,7 @@ from lazyjax.huggingface.key_maps import key_map, to_stored
 from lazyjax.models.registry import build_template
 from lazyjax.storage.host import allocate_host_store
 from lazyjax.training.checkpoints import Position, identity_of, save
-from lazyjax.training.setup import make_optimizer, read_architecture
+from lazyjax.training.inputs import make_optimizer, read_architecture
 from tests.huggingface.architectures import SMALL
 from tests.huggingface.folders import masters
 

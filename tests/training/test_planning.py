@@ -44,8 +44,8 @@ from lazyjax.storage.host import HostMemoryError
 from lazyjax.storage.nvme import NvmeError, NvmeStore
 from lazyjax.timeline import Resource
 from lazyjax.training import calibration, replanning, setup, start_plan, timed_costs
+from lazyjax.training.inputs import read_architecture
 from lazyjax.training.replanning import Replanner, TimedStep, measured_costs, replan
-from lazyjax.training.setup import read_architecture
 from lazyjax.training.start_plan import choose_plan
 from tests import reference, tiny
 

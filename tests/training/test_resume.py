@@ -16,7 +16,7 @@ from rich.console import Console
 
 from lazyjax.config import Config, dump_config, load_config
 from lazyjax.huggingface.tensor_files import CheckpointError
-from lazyjax.training import setup
+from lazyjax.training import inputs, setup
 from lazyjax.training.checkpoints import ResumeError, list_checkpoints, open_checkpoint
 from lazyjax.training.resume import read_resume
 from lazyjax.training.run_folder import RunFolderError
@@ -168,7 +168,7 @@ def nvme_plan(words, tmp_path) -> pathlib.Path:
     from lazyjax.training.start_plan import choose_plan
 
     config = load_config(None, words())
-    plan = choose_plan(config, build_template(setup.read_architecture(config)[0]))
+    plan = choose_plan(config, build_template(inputs.read_architecture(config)[0]))
     layers = [layer.with_on_nvme(frozenset(Part)) for layer in plan.layers]
     layers[1:-1] = [layer.model_copy(update={"boundary": Boundary.NVME}) for layer in layers[1:-1]]
     plan.model_copy(update={"layers": tuple(layers), "prediction": None}).save(tmp_path / "plan.json")
@@ -349,9 +349,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(words, whole, tmp_path, 
 
 
 def test_a_disk_without_room_for_checkpoints_is_refused_before_training(words, tmp_path, monkeypatch):
-    monkeypatch.setattr(setup.shutil, "disk_usage", lambda path: setup.shutil._ntuple_diskusage(10, 10, 0))
+    monkeypatch.setattr(inputs.shutil, "disk_usage", lambda path: inputs.shutil._ntuple_diskusage(10, 10, 0))
     with pytest.raises(
-        (setup.SetupError, CheckpointError), match=r"2 checkpoints of .*checkpoints\.every_steps"
+        (inputs.SetupError, CheckpointError), match=r"2 checkpoints of .*checkpoints\.every_steps"
     ):
         trained(load_config(None, words(run__name="run")))
     assert not (tmp_path / "runs").exists()

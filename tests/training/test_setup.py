@@ -21,10 +21,10 @@ from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.planning.plan.document import Boundary, PlanError, load_plan
 from lazyjax.specs import Part, Tier
 from lazyjax.storage.host import allocate_host_store
-from lazyjax.training import capacity, setup, stepping
+from lazyjax.training import capacity, inputs, setup, stepping
 from lazyjax.training.capacity import CapacityError
+from lazyjax.training.inputs import SetupError, read_architecture
 from lazyjax.training.reserves import NOTHING_BESIDE
-from lazyjax.training.setup import SetupError, read_architecture
 from lazyjax.training.start_plan import choose_plan
 from tests import reference
 
@@ -154,7 +154,7 @@ def reference_parameters(template, seed):
 def test_epochs_give_the_steps(small):
     config = small(training__steps="null", training__epochs=0.5)
     batches = read_batches(config.data, load_tokenizer(), 0)
-    schedule = setup.make_training_schedule(config, batches.training)
+    schedule = inputs.make_training_schedule(config, batches.training)
     assert schedule.steps == round(batches.training.batches_in_epoch() / 2)
     assert batches.evaluation is None
 
@@ -253,7 +253,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(small, tmp_path):
 
 
 def test_a_disk_without_room_for_the_model_is_refused_before_training(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(setup.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
+    monkeypatch.setattr(inputs.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
     with pytest.raises(SetupError, match=r"run\.save_model"):
         setup.train(small(), quiet())
     assert not (tmp_path / "runs").exists()
@@ -274,7 +274,7 @@ def test_memory_is_checked_against_the_plan(small, tmp_path):
     """What a plan keeps on NVMe takes no host memory, but room on the drive."""
     config = small()
     template = build_template(read_architecture(config)[0])
-    optimizer = setup.make_optimizer(config)
+    optimizer = inputs.make_optimizer(config)
     kernels = Kernels(template, data_mesh(), gradient_dtype="float32")
     schedules = checked_schedules(kernels, optimizer)
     plan = choose_plan(config, template)
@@ -285,7 +285,7 @@ def test_memory_is_checked_against_the_plan(small, tmp_path):
         return capacity.needed_bytes(schedule, NOTHING_BESIDE, devices=1)
 
     host, nvme = needed(plan), needed(plan.model_copy(update={"layers": there}))
-    whole = setup.training_state_bytes(template.spec, optimizer, gradient_dtype="float32")
+    whole = inputs.training_state_bytes(template.spec, optimizer, gradient_dtype="float32")
     counted = host["parameters and gradients"][Tier.HOST] + host["optimizer state"][Tier.HOST]
     assert counted == whole
     moved = host["optimizer state"][Tier.HOST]
@@ -302,7 +302,7 @@ def test_memory_is_checked_against_the_plan(small, tmp_path):
 def test_state_bytes_are_those_allocated(small):
     config = small()
     template = build_template(read_architecture(config)[0])
-    optimizer = setup.make_optimizer(config)
+    optimizer = inputs.make_optimizer(config)
     store = allocate_host_store(template.spec, gradient_dtype="float32")
     allocated = sum(
         slabs.hi.nbytes
@@ -311,7 +311,7 @@ def test_state_bytes_are_those_allocated(small):
         + sum(array.nbytes for array in optimizer.create_state(slabs.layout).values())
         for slabs in store.layers
     )
-    assert setup.training_state_bytes(template.spec, optimizer, gradient_dtype="float32") == allocated
+    assert inputs.training_state_bytes(template.spec, optimizer, gradient_dtype="float32") == allocated
 
 
 def test_microbatches_must_be_filled_by_rows(small):
