@@ -462,11 +462,13 @@ def killing(
     step = max(int(path.name[5:]) for path in place.glob("step-*"))
     resumed += ["--training.steps", str(step + 2)]
     (again,) = finish(start(resumed, count=1, devices=1))
+    lines = ended[0].text.splitlines()
+    shown = [line for line in lines if words in line][:1] if named else lines[-20:]
     rows = [
         f"process {victim} of {count} got {how.name}: the others ended after {seconds:.1f} s, "
         f"{'naming it' if named else 'WITHOUT NAMING IT'}; the checkpoint of step {step} "
         f"{'goes on in one process' if again.code == 0 else 'CANNOT BE RESTORED'}",
-        *[f"    {line}" for line in ended[0].text.splitlines() if words in line][:1],
+        *(f"    {line}" for line in shown),
     ]
     return named and failed and seconds < 60 and again.code == 0, rows
 

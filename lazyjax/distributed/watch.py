@@ -125,10 +125,10 @@ class Watch:
     def tell(self, failure: BaseException) -> None:
         """Tells the others that this process has failed, and waits a little until they know.
 
-        An error of the device may be how another one's end looks from here. Then that is waited for, and
-        this process ends with it.
+        An error of the device may be how another one's end looks from here, whatever it has become on its
+        way. Then that is waited for, and this process ends with it.
         """
-        if isinstance(failure, JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(failure):
+        if set(self._gone()) - {self._index} or _from_device(failure):
             self._stopped.wait(DEAD_SECONDS + 2 * _BEAT_SECONDS)
         text = f"{type(failure).__name__}: {failure}" if str(failure) else type(failure).__name__
         self._told = True
@@ -210,3 +210,12 @@ class Watch:
             sys.stderr.flush()
             sys.stdout.flush()
         self._leave(PEER_STATUS)
+
+
+def _from_device(failure: BaseException | None) -> bool:
+    """Whether an error is, or came of, one that a collective raises when another process is gone."""
+    while failure is not None:
+        if isinstance(failure, JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(failure):
+            return True
+        failure = failure.__cause__ or failure.__context__
+    return False

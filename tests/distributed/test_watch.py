@@ -123,3 +123,54 @@ def test_an_error_of_the_store_while_telling_is_no_second_error() -> None:
     group.watches[1].tell(ValueError("bad"))
     with pytest.raises(JaxRuntimeError):
         group.store.key_value_dir_get("run/")
+
+
+class Waits:
+    """In the place of the event that ends the watch: never set, it keeps how long it was waited for."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def wait(self, seconds: float) -> bool:
+        self.seconds.append(seconds)
+        return False
+
+
+def device_error() -> JaxRuntimeError:
+    return JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset by peer")
+
+
+def wrapped(kind: str) -> Exception:
+    """An error that follows from one of the device."""
+    try:
+        try:
+            raise device_error()
+        except JaxRuntimeError as error:
+            if kind == "cause":
+                raise RuntimeError("an earlier step failed") from error
+            raise OSError("the queue is closed")  # noqa: B904 - raised while the other is handled
+    except Exception as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("failure", "gone", "waits"),
+    [
+        (device_error(), [], True),
+        (wrapped("cause"), [], True),
+        (wrapped("context"), [], True),
+        (OSError("no space left"), [], False),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), [], False),
+        (OSError("no space left"), [1], True),
+        (OSError("no space left"), [0], False),
+    ],
+)
+def test_what_may_come_of_anothers_end_is_not_told_before_that_is_known(
+    failure: Exception, gone: list[int], waits: bool
+) -> None:
+    group = Group(2)
+    group.store.key_value_set("run/known/1", "1")
+    watch, event = group.watches[0], Waits()
+    watch._stopped, watch._gone = event, lambda: gone
+    watch.tell(failure)
+    assert event.seconds == ([DEAD_SECONDS + 4] if waits else [])
