@@ -65,7 +65,8 @@ def nearest(misses: Iterable[Mapping[Tier, int]]) -> dict[Tier, int]:
         tiers = sorted(_SINGLE.index(tier) for tier in miss)
         return [len(tiers), *tiers], [miss[tier] for tier in _TOGETHER if tier in miss]
 
-    return dict(min(misses, key=rank, default={}))
+    ranked = sorted(misses, key=rank)
+    return dict(ranked[0]) if ranked else {}
 
 
 def least_missing(
