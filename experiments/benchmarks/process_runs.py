@@ -405,7 +405,7 @@ def stopping(folder: pathlib.Path, count: int, asked: int) -> tuple[bool, list[s
         "plan.planner": "milp", "plan.time-limit-seconds": "2",
     }  # fmt: skip
     started = start(arguments(folder, name, keys), count=count, devices=1)
-    wait_for_checkpoint(folder / "runs" / name)
+    wait_for_checkpoint(folder / "runs" / name, started)
     started[asked].send_signal(signal.SIGTERM)
     codes = [process.code for process in finish(started)]
     summary = json.loads((folder / "runs" / name / "summary.json").read_text())
@@ -422,16 +422,20 @@ def stopping(folder: pathlib.Path, count: int, asked: int) -> tuple[bool, list[s
     return good, [words]
 
 
-def wait_for_checkpoint(place: pathlib.Path) -> None:
+def wait_for_checkpoint(place: pathlib.Path, started: Sequence[subprocess.Popen[str]]) -> None:
     """Waits until a run has saved one.
 
     Raises:
-        TimeoutError: it has none after two minutes.
+        RuntimeError: it has none after two minutes, or a process has ended; none is left, and the message is
+            what they wrote.
     """
     deadline = time.monotonic() + 120
     while not list((place / "checkpoints").glob("step-*")):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{place}: no checkpoint")
+        if time.monotonic() > deadline or any(process.poll() is not None for process in started):
+            for process in started:
+                process.kill()
+            words = [f"{one.code}:\n{one.text}" for one in finish(started)]
+            raise RuntimeError("\n".join([f"{place}: no checkpoint", *words]))
         time.sleep(0.1)
 
 
@@ -446,7 +450,7 @@ def killing(
     name = f"{how.name}-{victim}"
     started = start(arguments(folder, name, keys), count=count, devices=1)
     place = folder / "runs" / name / "checkpoints"
-    wait_for_checkpoint(place.parent)
+    wait_for_checkpoint(place.parent, started)
     started[victim].send_signal(how)
     begun = time.monotonic()
     others = [process for index, process in enumerate(started) if index != victim]
