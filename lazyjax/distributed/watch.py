@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jax.errors import JaxRuntimeError
@@ -22,6 +22,8 @@ from jax.errors import JaxRuntimeError
 _BEAT_SECONDS = 2.0
 #: Without one for so long a process counts as dead, also one that the coordinator is.
 DEAD_SECONDS = 30.0
+#: Signs of life for which process 0 waits until the others know why it ends, and its looks between two.
+_LOOKS, _LOOKS_A_BEAT = 4, 10
 #: Exit status of a process that ends because another one has.
 PEER_STATUS = 1
 
@@ -136,8 +138,7 @@ class Watch:
             self._store.key_value_set(f"{self._keys}/failed/{self._index}", text[:2000])
             end = self._now() + 3 * _BEAT_SECONDS
             while self._now() < end:
-                known = self._store.key_value_dir_get(f"{self._keys}/known/")
-                if len(known) >= self._count - 1:
+                if len(self._known()) >= self._count - 1:
                     break
                 time.sleep(0.2)
 
@@ -162,6 +163,7 @@ class Watch:
             self._store.key_value_set(f"{self._keys}/alive/{self._index}", word, allow_overwrite=True)
             alive = self._store.key_value_dir_get(f"{self._keys}/alive/")
             failed = self._store.key_value_dir_get(f"{self._keys}/failed/")
+            known = self._known()
         except JaxRuntimeError as error:
             if self._now() - self._answered_at < DEAD_SECONDS:
                 return None
@@ -173,15 +175,20 @@ class Watch:
             process = int(key.rpartition("/")[2])
             if process != self._index:
                 return f"{self._names[process]} failed: {text}"
-        return self._dead(now) or self._hanging(now)
+        return self._dead(now, known | {self._index}) or self._hanging(now)
 
-    def _dead(self, now: float) -> str | None:
+    def _known(self) -> set[int]:
+        """Processes that know why they end; none of them is the cause."""
+        keys = self._store.key_value_dir_get(f"{self._keys}/known/")
+        return {int(key.rpartition("/")[2]) for key, _ in keys}
+
+    def _dead(self, now: float, blameless: Collection[int]) -> str | None:
         for process in self._gone():
-            if process != self._index:
+            if process not in blameless:
                 return f"{self._names[process]} has died"
         for process, seen in enumerate(self._seen):
             silent = now - seen.alive_at
-            if process != self._index and silent > DEAD_SECONDS:
+            if process not in blameless and silent > DEAD_SECONDS:
                 return f"{self._names[process]} has died or hangs: no sign of life for {silent:.0f} s"
         return None
 
@@ -209,7 +216,20 @@ class Watch:
             print(f"error: {reason}; process {self._index} ends, what was saved is whole", file=sys.stderr)
             sys.stderr.flush()
             sys.stdout.flush()
+        if self._index == 0:
+            self._wait_for_the_others()
         self._leave(PEER_STATUS)
+
+    def _wait_for_the_others(self) -> None:
+        """The service of the store ends with this process: the others learn the reason first.
+
+        All do but the one that is the cause, at one of their next looks.
+        """
+        for _ in range(_LOOKS * _LOOKS_A_BEAT):
+            with contextlib.suppress(JaxRuntimeError):
+                if len(self._known()) >= self._count - 1:
+                    return
+            time.sleep(_BEAT_SECONDS / _LOOKS_A_BEAT)
 
 
 def _from_device(failure: BaseException | None) -> bool:

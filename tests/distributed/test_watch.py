@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 
 import pytest
 from jax.errors import JaxRuntimeError
@@ -61,6 +63,24 @@ def test_one_that_has_ended_on_this_host_is_noticed_at_once() -> None:
     group = Group(2)
     group.watches[0]._gone = lambda: [1]
     assert "process 1 has died" in str(group.watches[0].look())
+
+
+def test_process_0_leaves_when_the_others_know_why() -> None:
+    group = Group(3)
+    ending = threading.Thread(target=group.watches[0]._end, args=("process 2 has died",))
+    ending.start()
+    time.sleep(0.5)
+    assert group.left == []
+    group.watches[1]._end("process 2 has died")
+    ending.join(timeout=20)
+    assert group.left == [1, 1]
+
+
+def test_a_process_that_ended_because_of_another_is_not_named() -> None:
+    group = Group(3)
+    group.watches[1]._gone = lambda: [0, 2]
+    group.store.key_value_set("run/known/0", "1")
+    assert "process 2 has died" in str(group.watches[1].look())
 
 
 def test_the_one_that_is_least_far_hangs() -> None:
