@@ -22,8 +22,8 @@ from jax.errors import JaxRuntimeError
 _BEAT_SECONDS = 2.0
 #: Without one for so long a process counts as dead, also one that the coordinator is.
 DEAD_SECONDS = 30.0
-#: Signs of life for which process 0 waits until the others know why it ends, and its looks between two.
-_LOOKS, _LOOKS_A_BEAT = 4, 10
+#: Looks of one that waits, between two signs of life.
+_LOOKS_A_BEAT = 10
 #: Exit status of a process that ends because another one has.
 PEER_STATUS = 1
 
@@ -65,6 +65,28 @@ class _Seen:
         self.training = bool(training)
 
 
+class _Informed:
+    """Processes that know why they end; none of them is the cause."""
+
+    def __init__(self, store: Store, keys: str, count: int) -> None:
+        self._store, self._keys, self._count = store, f"{keys}/known/", count
+
+    def add(self, index: int) -> None:
+        """Process `index` knows, and ends."""
+        self._store.key_value_set(f"{self._keys}{index}", "1")
+
+    def processes(self) -> set[int]:
+        """Their numbers."""
+        return {int(key.rpartition("/")[2]) for key, _ in self._store.key_value_dir_get(self._keys)}
+
+    def wait(self, *, beats: int) -> None:
+        """Until all but one know, the cause, and for so many signs of life at most."""
+        for _ in range(beats * _LOOKS_A_BEAT):
+            if len(self.processes()) >= self._count - 1:
+                return
+            time.sleep(_BEAT_SECONDS / _LOOKS_A_BEAT)
+
+
 class Watch:
     """The thread.
 
@@ -89,6 +111,7 @@ class Watch:
         leave: Callable[[int], Any] = os._exit,
     ) -> None:
         self._store, self._keys, self._index, self._count = store, keys, index, count
+        self._informed = _Informed(store, keys, count)
         self._timeout_seconds, self._now, self._leave = timeout_seconds, now, leave
         self._names: Sequence[str] = [f"process {number}" for number in range(count)]
         self._gone: Callable[[], Sequence[int]] = tuple
@@ -136,11 +159,7 @@ class Watch:
         self._told = True
         with contextlib.suppress(JaxRuntimeError):
             self._store.key_value_set(f"{self._keys}/failed/{self._index}", text[:2000])
-            end = self._now() + 3 * _BEAT_SECONDS
-            while self._now() < end:
-                if len(self._known()) >= self._count - 1:
-                    break
-                time.sleep(0.2)
+            self._informed.wait(beats=3)
 
     def stop(self) -> None:
         """Ends the thread."""
@@ -163,7 +182,7 @@ class Watch:
             self._store.key_value_set(f"{self._keys}/alive/{self._index}", word, allow_overwrite=True)
             alive = self._store.key_value_dir_get(f"{self._keys}/alive/")
             failed = self._store.key_value_dir_get(f"{self._keys}/failed/")
-            known = self._known()
+            known = self._informed.processes()
         except JaxRuntimeError as error:
             if self._now() - self._answered_at < DEAD_SECONDS:
                 return None
@@ -176,11 +195,6 @@ class Watch:
             if process != self._index:
                 return f"{self._names[process]} failed: {text}"
         return self._dead(now, known | {self._index}) or self._hanging(now)
-
-    def _known(self) -> set[int]:
-        """Processes that know why they end; none of them is the cause."""
-        keys = self._store.key_value_dir_get(f"{self._keys}/known/")
-        return {int(key.rpartition("/")[2]) for key, _ in keys}
 
     def _dead(self, now: float, blameless: Collection[int]) -> str | None:
         for process in self._gone():
@@ -209,7 +223,7 @@ class Watch:
     def _end(self, reason: str) -> None:
         self.ended = reason
         with contextlib.suppress(Exception):
-            self._store.key_value_set(f"{self._keys}/known/{self._index}", "1")
+            self._informed.add(self._index)
         with contextlib.suppress(Exception):
             self.on_end(reason)
         with contextlib.suppress(Exception):
@@ -217,19 +231,10 @@ class Watch:
             sys.stderr.flush()
             sys.stdout.flush()
         if self._index == 0:
-            self._wait_for_the_others()
-        self._leave(PEER_STATUS)
-
-    def _wait_for_the_others(self) -> None:
-        """The service of the store ends with this process: the others learn the reason first.
-
-        All do but the one that is the cause, at one of their next looks.
-        """
-        for _ in range(_LOOKS * _LOOKS_A_BEAT):
+            # The service of the store ends with this process: the others learn the reason first.
             with contextlib.suppress(JaxRuntimeError):
-                if len(self._known()) >= self._count - 1:
-                    return
-            time.sleep(_BEAT_SECONDS / _LOOKS_A_BEAT)
+                self._informed.wait(beats=4)
+        self._leave(PEER_STATUS)
 
 
 def _from_device(failure: BaseException | None) -> bool:
