@@ -106,16 +106,20 @@ def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(files, key=lambda path: (-path.stat().st_size, path))
 
 
-def sync(files: Sequence[pathlib.Path], *, drop: bool) -> float:
-    """Writes files to the drive, and forgets their pages if asked to; the seconds that it took."""
+def sync(files: Sequence[pathlib.Path]) -> float:
+    """Writes files to the drive; the seconds that it took."""
     start = time.perf_counter()
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
-        if drop:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
     return time.perf_counter() - start
+
+
+def drop(files: Sequence[pathlib.Path]) -> None:
+    """Writes files to the drive and forgets their pages."""
+    for path in files:
+        forget(path)
 
 
 def plain(files: Sequence[pathlib.Path], folder: pathlib.Path, like: Transfers, *, cold: bool) -> Transfers:
@@ -127,7 +131,7 @@ def plain(files: Sequence[pathlib.Path], folder: pathlib.Path, like: Transfers, 
     buffer = np.frombuffer(mmap.mmap(-1, files[0].stat().st_size), np.uint8)
     buffer[:] = 1
     if cold:
-        sync(files, drop=True)
+        drop(files)
     start, left = time.perf_counter(), like.read_bytes
     while left > 0:
         for path in files:
@@ -146,7 +150,7 @@ def plain(files: Sequence[pathlib.Path], folder: pathlib.Path, like: Transfers, 
         write_file(targets[-1], buffer[:size])
         left -= size
     writing = time.perf_counter() - start
-    synced = sync(targets, drop=False) if cold else 0.0
+    synced = sync(targets) if cold else 0.0
     for path in targets:
         path.unlink()
     return Transfers(
@@ -182,10 +186,10 @@ def throughput(executor: Executor, folder: pathlib.Path, steps: int) -> list[tup
     """Steps and plain transfers of the same bytes, which take turns."""
     pairs, batch = [], blank_batch(executor.plan)
     for step in range(steps + 2):
-        sync(files_of(folder), drop=True)
+        drop(files_of(folder))
         executor.train_step(batch, 1e-5)
         timeline = executor.timeline()  # waits for what is still written
-        ours = of_step(timeline, sync(files_of(folder), drop=False))
+        ours = of_step(timeline, sync(files_of(folder)))
         if step > 1:  # the first has nothing to read for its update
             pairs.append((ours, plain(files_of(folder), folder, ours, cold=True)))
     return pairs

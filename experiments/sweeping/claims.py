@@ -19,6 +19,8 @@ import threading
 import uuid
 from collections.abc import Iterator
 
+from lazyjax.hardware.process import start_ticks
+
 #: Seconds between two renewals, and after which a claim that was not renewed has expired.
 RENEW_SECONDS = 5.0
 EXPIRE_SECONDS = 60.0
@@ -128,10 +130,8 @@ def _lives(owner: dict[str, object]) -> bool:
 
 def process_start(pid: int) -> str | None:
     """When a process started, in the kernel's ticks; None where /proc does not say."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
+    ticks = start_ticks(pid)
+    return None if ticks is None else str(ticks)
 
 
 def _now(folder: pathlib.Path) -> float:

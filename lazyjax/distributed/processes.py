@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 import socket
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from jax.errors import JaxRuntimeError
 
 from lazyjax.distributed.channel import Channel, PeerError
 from lazyjax.distributed.watch import Store, Watch
+from lazyjax.hardware.process import boot_id, process_fields, usable_cpus
 
 
 class Peer(NamedTuple):
@@ -33,29 +33,21 @@ class Peer(NamedTuple):
     @staticmethod
     def here() -> Peer:
         """The one that asks."""
-        host, boot, pids = socket.gethostname(), "", ""
-        with contextlib.suppress(OSError):
-            boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            pids = os.readlink("/proc/self/ns/pid")
-        return Peer(host, f"{host} {boot}", pids, os.getpid(), tuple(sorted(_cpus())))
+        host, boot, pids = socket.gethostname(), boot_id(), ""
+        if boot:
+            with contextlib.suppress(OSError):
+                pids = os.readlink("/proc/self/ns/pid")
+        return Peer(host, f"{host} {boot}", pids, os.getpid(), tuple(sorted(usable_cpus())))
 
     def gone(self) -> bool:
         """Whether the process, whose number means the same here, has ended."""
         try:
-            stat = pathlib.Path(f"/proc/{self.pid}/stat").read_text()
+            state, *_ = process_fields(self.pid)
         except FileNotFoundError:
             return True
         except OSError:
             return False
-        # The command, in parentheses, may itself hold spaces and parentheses.
-        return stat.rpartition(")")[2].split()[0] in ("Z", "X")
-
-
-def _cpus() -> set[int]:
-    try:
-        return os.sched_getaffinity(0)
-    except AttributeError:  # not on Linux
-        return set(range(os.cpu_count() or 1))
+        return state in ("Z", "X")
 
 
 class Processes:

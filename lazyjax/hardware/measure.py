@@ -32,6 +32,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from lazyjax.hardware.drive import aligned_bytes, drive_rates
 from lazyjax.hardware.memory import host_memory_bytes
+from lazyjax.hardware.process import usable_cpus
 from lazyjax.hardware.profile import HardwareProfile
 
 #: Called with the number of elements of a slab; returns a function that updates it once.
@@ -368,7 +369,7 @@ def host_bandwidth_bytes_per_second(
     array_bytes: int, repeats: int = 5, *, observe: Observer = _unobserved
 ) -> float:
     """Bytes read and written per second by in-place updates of an array, each CPU on its own part."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cpus = len(usable_cpus())
     parts = [aligned_bytes(array_bytes // cpus // 8 * 8).view(np.float64) for _ in range(cpus)]
     for part in parts:
         part[:] = 1.0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 
 from lazyjax.config.names import OPTIMIZER_NAMES
+from lazyjax.hardware import process
 from lazyjax.optim.adamw import Bf16AdamW, Fp32AdamW
 from lazyjax.optim.base import HostOptimizer
 from lazyjax.optim.host8bit import Hybrid8bit
@@ -72,4 +72,4 @@ def make_host_optimizer(
 
 def usable_cpus() -> int:
     """CPUs that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(process.usable_cpus())

@@ -18,6 +18,11 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 
+def raw_bytes(array: np.ndarray) -> np.ndarray:
+    """The array's own bytes, not a copy of them."""
+    return array.reshape(-1).view(np.uint8)
+
+
 class HostMemoryError(MemoryError):
     """Host memory for the training state could not be had; says what was asked for."""
 

@@ -14,10 +14,9 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from lazyjax.specs import Part
 from lazyjax.storage.buffers import Arrays, BufferPool, Described, Lent
+from lazyjax.storage.memory import raw_bytes
 from lazyjax.storage.nvme import Drive, DriveTransfer
 
 
@@ -53,7 +52,7 @@ class _DriveCopies:
         """Starts writing all arrays of a part."""
         drive = self._required_drive()
         self._written.add((layer, part))
-        return [drive.write(_key(layer, part, name), _raw(array)) for name, array in arrays.items()]
+        return [drive.write(_key(layer, part, name), raw_bytes(array)) for name, array in arrays.items()]
 
     def delete(self, layer: int, part: Part) -> None:
         """Removes a part from the drive, if it is there."""
@@ -64,7 +63,7 @@ class _DriveCopies:
 
     def _start_reading(self, layer: int, part: Part, arrays: Arrays) -> list[DriveTransfer]:
         drive = self._required_drive()
-        return [drive.read(_key(layer, part, name), _raw(array)) for name, array in arrays.items()]
+        return [drive.read(_key(layer, part, name), raw_bytes(array)) for name, array in arrays.items()]
 
     def _required_drive(self) -> Drive:
         assert self.drive is not None
@@ -264,7 +263,3 @@ def _finish(transfers: Sequence[DriveTransfer]) -> None:
 
 def _key(layer: int, part: Part, name: str) -> str:
     return f"{part.value}-{layer}-{name}" if name != part.value else f"{part.value}-{layer}"
-
-
-def _raw(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)

@@ -22,6 +22,8 @@ import shutil
 import socket
 from typing import Any
 
+from lazyjax.hardware.process import boot_id, start_ticks
+
 PREFIX = "lazyjax-scratch-"
 MARK = "lazyjax-scratch.json"
 _FORMAT = "lazyjax scratch 1"
@@ -105,28 +107,14 @@ def _read_mark(path: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _own_mark() -> dict[str, Any]:
-    try:
-        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
     pid = os.getpid()
     return {
         "format": _FORMAT,
         "machine": socket.gethostname(),
-        "boot": boot,
+        "boot": boot_id(),
         "pid": pid,
-        "started": _start_ticks(pid),
+        "started": start_ticks(pid),
     }
-
-
-def _start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None where that cannot be told."""
-    try:
-        text = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    # The command, in parentheses, may itself hold spaces and parentheses.
-    return int(text.rpartition(")")[2].split()[19])
 
 
 def _alive(pid: int, started: int | None) -> bool:
@@ -137,5 +125,5 @@ def _alive(pid: int, started: int | None) -> bool:
         return False
     except OSError:
         return True
-    now = _start_ticks(pid)
+    now = start_ticks(pid)
     return started is None or now is None or now == started

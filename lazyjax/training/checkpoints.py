@@ -39,7 +39,8 @@ from lazyjax.distributed.processes import alone
 from lazyjax.optim.base import HostOptimizer, HostState
 from lazyjax.specs import ModelSpec
 from lazyjax.storage.host import LayerSlabs
-from lazyjax.training.places import VERSION_ARRAY, DamagedCheckpointError, Place, raw_bytes
+from lazyjax.storage.memory import raw_bytes
+from lazyjax.training.places import VERSION_ARRAY, DamagedCheckpointError, Place
 
 #: Of manifest.json and of what lies beside it.
 FORMAT = 1

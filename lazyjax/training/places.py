@@ -11,6 +11,7 @@ import numpy as np
 from lazyjax.execution.host_update import HostUpdates
 from lazyjax.optim.base import VERSION
 from lazyjax.storage.host import HostStore
+from lazyjax.storage.memory import raw_bytes
 
 #: The one array that every part has whole.
 VERSION_ARRAY = f"state.{VERSION}"
@@ -18,11 +19,6 @@ VERSION_ARRAY = f"state.{VERSION}"
 
 class DamagedCheckpointError(ValueError):
     """A checkpoint that is not what was saved; the message names the file or array."""
-
-
-def raw_bytes(array: np.ndarray) -> np.ndarray:
-    """The array's own bytes, not a copy of them."""
-    return array.reshape(-1).view(np.uint8)
 
 
 class Place(NamedTuple):

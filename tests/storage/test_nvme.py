@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lazyjax.hardware.process import start_ticks
 from lazyjax.storage import scratch
 from lazyjax.storage.nvme import NvmeError, NvmeStore, stamp
 
@@ -154,7 +155,7 @@ def test_what_a_killed_process_left_is_removed_and_only_that(tmp_path):
     [
         {"machine": "another"},
         {"format": "something else"},
-        {"pid": os.getpid(), "started": scratch._start_ticks(os.getpid())},
+        {"pid": os.getpid(), "started": start_ticks(os.getpid())},
         {"pid": "many"},
     ],
     ids=["another machine", "another format", "a living process", "nonsense"],
@@ -174,7 +175,7 @@ def test_doubtful_folders_stay(tmp_path, change):
 def test_a_number_that_another_process_got_does_not_protect(tmp_path):
     dead = left_by_a_killed_process(tmp_path)
     mark = json.loads((dead / scratch.MARK).read_text())
-    started = scratch._start_ticks(os.getpid())
+    started = start_ticks(os.getpid())
     assert started is not None
     (dead / scratch.MARK).write_text(json.dumps(mark | {"pid": os.getpid(), "started": started - 1}))
     assert scratch.remove_left_behind(tmp_path) == [dead]
