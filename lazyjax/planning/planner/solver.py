@@ -124,8 +124,10 @@ class SolverProcess:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
-            # Matrix libraries that nothing here uses would reserve memory for threads.
+            # Matrix libraries that nothing here uses would reserve memory for threads, and the C
+            # library reserves 64 or 128 MiB of address space for each thread that allocates.
             "OPENBLAS_NUM_THREADS": "1",
+            "MALLOC_ARENA_MAX": "1",
         }
         with theirs:
             self._process = subprocess.Popen(
