@@ -142,6 +142,14 @@ class Loader:
         """Which rows each batch of an epoch holds: per batch and sequence, indices into the data set."""
         return [plan.sequences for plan in self._epochs.plans(epoch)]
 
+    def segment_lengths(self, epoch: int = 0) -> list[list[list[int]]]:
+        """Tokens of every segment in a sample of an epoch's batches: by batch, sequence and segment."""
+        lengths_R = self._rows.lengths_R
+        return [
+            [[int(lengths_R[row]) for row in sequence] for sequence in plan.sequences]
+            for plan in packing.sample(self._epochs.plans(epoch))
+        ]
+
     def describe(self, epoch: int = 0) -> EpochSummary:
         """Counts rows, tokens and padding of an epoch."""
         plans = self._epochs.plans(epoch)

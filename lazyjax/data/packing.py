@@ -22,6 +22,8 @@ from lazyjax.data.order import permutation
 Sequence = tuple[int, ...]
 #: Told apart in the hash that orders things, so that no two orders repeat each other.
 _ROWS_KEY, _WINDOW_KEY = 1, 2
+#: Most that `sample` gives, where one batch is no more.
+_SAMPLED_SEQUENCES, _SAMPLED_TOKENS = 512, 2**22
 
 
 class BatchPlan(NamedTuple):
@@ -129,6 +131,14 @@ def plan_packed(
         named = [tuple(int(row) for row in window_R[list(rows)]) for rows in packed]
         sequences.extend(_shuffled(named, key, number))
     return _batches(sequences, batch_rows, sequence_length)
+
+
+def sample(batches: list[BatchPlan]) -> list[BatchPlan]:
+    """Batches spread evenly over an epoch: one at least, beyond that what tells how the others are filled."""
+    rows, tokens = len(batches[0].sequences), batches[0].length
+    count = min(_SAMPLED_SEQUENCES, _SAMPLED_TOKENS // tokens) // rows
+    count = min(len(batches), max(1, count))
+    return [batches[number * len(batches) // count] for number in range(count)]
 
 
 def _windows(order_R: Int64[np.ndarray, " R"], rows: int) -> list[Int64[np.ndarray, " _"]]:

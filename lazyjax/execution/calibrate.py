@@ -18,11 +18,13 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jaxtyping import Int32
 
 from lazyjax.execution.gradients import Accumulator
 from lazyjax.execution.kernels import DeviceBatch, DeviceSlab, Kernels, Parameters
 from lazyjax.models.residuals import forward_saving
 from lazyjax.models.template import Context
+from lazyjax.planning.costs.packing import positions_of
 from lazyjax.planning.costs.seconds import MeasuredKey, measured_key
 from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, Action, Schedule
 
@@ -51,6 +53,7 @@ def calibrate(
     *,
     microbatch_rows: int,
     sequence_length: int,
+    segment_ids_BT: Int32[np.ndarray, "B T"] | None = None,
     repeats: int = 5,
     microbatches: int = 1,
     working_sets: bool = True,
@@ -62,11 +65,14 @@ def calibrate(
     theirs, and of a forward pass every microbatch has its share.
 
     Args:
+        segment_ids_BT: of the rows; by default each is one segment.
         microbatches: of a batch.
         working_sets: also ask XLA for each kernel's temporary buffers, which compiles it once more.
         progress: gets each kernel before it is timed.
     """
-    calls = _Calls(kernels, microbatch_rows, sequence_length)
+    if segment_ids_BT is None:
+        segment_ids_BT = np.ones((microbatch_rows, sequence_length), np.int32)
+    calls = _Calls(kernels, segment_ids_BT)
     seconds, working_bytes = {}, {}
     for key in keys:
         progress(key)
@@ -98,16 +104,13 @@ def _median_seconds(kernel: Callable[..., Any], arguments: Callable[[], Any], re
 class _Calls:
     """Arguments of every kernel, with random values on the device."""
 
-    def __init__(self, kernels: Kernels, microbatch_rows: int, sequence_length: int) -> None:
+    def __init__(self, kernels: Kernels, segment_ids_BT: Int32[np.ndarray, "B T"]) -> None:
         self.kernels, self.spec = kernels, kernels.template.spec
-        self.shape = (microbatch_rows, sequence_length)
+        self.shape = segment_ids_BT.shape
         random = np.random.default_rng(0)
         tokens = random.integers(0, self.spec.vocabulary_size, self.shape, dtype=np.int32)
-        ones = np.ones(self.shape, np.int32)
-        positions = np.broadcast_to(np.arange(sequence_length, dtype=np.int32), self.shape)
-        self.batch = DeviceBatch(
-            *(self._put(array) for array in (tokens, tokens, ones.astype(np.bool_), ones, positions))
-        )
+        arrays = (tokens, tokens, np.ones(self.shape, np.bool_), segment_ids_BT, positions_of(segment_ids_BT))
+        self.batch = DeviceBatch(*map(self._put, arrays))
         hidden = random.standard_normal((*self.shape, self.spec.hidden_size), np.float32)
         self.x_BTD = self._put(hidden.astype(jnp.dtype(kernels.compute_dtype)))
         self.random = random

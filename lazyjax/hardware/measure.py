@@ -106,6 +106,7 @@ def measure_profile(
     return HardwareProfile(
         name=name,
         device=device_label(measurements.device),
+        platform=measurements.device.platform,
         **measurements.figures,
         sources=measurements.sources,
     )

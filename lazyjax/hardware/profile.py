@@ -25,7 +25,7 @@ PositiveRate = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, pydantic.Field(ge=1)]
 Share = Annotated[float, pydantic.Field(ge=0, le=1, allow_inf_nan=False)]
 #: Fields that describe the machine in words and therefore need no source.
-_WORDS = frozenset({"name", "device", "sources"})
+_WORDS = frozenset({"name", "device", "platform", "sources"})
 _UPDATE_KEY = "host_update_parameters_per_second"
 
 
@@ -50,6 +50,7 @@ class HardwareProfile(pydantic.BaseModel):
 
     Attributes:
         name, device: labels.
+        platform: of the device, as JAX names it: programs for a CPU are written otherwise.
         matmul_flops_per_second: executed rate of bf16 matrix products at a large model's shapes
             (not the datasheet's peak).
         device_total_bytes, device_bytes: device memory that is there, and what a plan may use
@@ -80,6 +81,7 @@ class HardwareProfile(pydantic.BaseModel):
 
     name: str
     device: str
+    platform: str = "gpu"
     matmul_flops_per_second: PositiveRate
     device_total_bytes: ByteCount
     device_bytes: ByteCount
@@ -265,7 +267,7 @@ def parse_profile(text: str, *, where: str) -> HardwareProfile:
 
 def dump_profile(profile: HardwareProfile) -> str:
     """The YAML text that `load_profile` reads back to an equal profile."""
-    document: dict[str, Any] = {"name": profile.name, "device": profile.device}
+    document: dict[str, Any] = {field: getattr(profile, field) for field in ("name", "device", "platform")}
     figures = profile.figure_names()
     for field in HardwareProfile.model_fields:
         value = getattr(profile, field)

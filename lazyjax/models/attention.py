@@ -10,8 +10,9 @@ products run in the dtype of their operands.
 The output and the logarithms of the sums are named `attention_out` and `attention_lse`: a plan that keeps
 both spares the backward pass all of the forward attention.
 
-Pairs are visited by a loop, which skips those where no segment of the one block occurs in the other. On a CPU
-few pairs are written out one by one, because XLA:CPU runs the bodies of loops on one thread.
+Pairs are visited by a loop, which skips those where no segment of the one block occurs in the other in any
+row. On a CPU few pairs are written out one by one, because XLA:CPU runs the bodies of loops on one thread;
+none of them is skipped. `visited_pairs` counts what the loop visits, by the function that it decides with.
 
 Axes, beside those of `lazyjax.models.layers`: G query heads per key/value head, I and J blocks of queries
 and of keys, T and S also the tokens of one block of each.
@@ -26,10 +27,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from lazyjax.models.backend import describes, traces_for_cpu
+from lazyjax.models.backend import SKIPPABLE, describes, traces_for_cpu
 
 #: Longest block: 1 MiB of float32 scores per head.
 BLOCK_TOKENS = 512
@@ -256,7 +258,7 @@ def _forward(
 ) -> tuple[Array, Array]:
     layout = layout_of(q_BTNH.shape[1], window, block_tokens)
     blocks = _cut(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, layout)
-    run = _forward_written_out if _writes_out(layout) else _forward_loop
+    run = _forward_written_out if writes_out(layout, for_cpu=traces_for_cpu()) else _forward_loop
     out_BIKGTH, lse_BIKGT = run(blocks, layout, scale)
     out_BTNH = _join(out_BIKGTH, layout)
     return out_BTNH, _join(lse_BIKGT[..., None], layout)[..., 0]
@@ -284,7 +286,7 @@ def _attention_backward(
         _split(lse_BTN[..., None], layout, groups)[..., 0],
         _split(shared_BTN[..., None], layout, groups)[..., 0],
     )
-    run = _backward_written_out if _writes_out(layout) else _backward_loop
+    run = _backward_written_out if writes_out(layout, for_cpu=traces_for_cpu()) else _backward_loop
     dq_BIKGTH, dk_BJKSH, dv_BJKSH = run(blocks, given, layout, scale)
     return (
         _join(dq_BIKGTH, layout).astype(q_BTNH.dtype),
@@ -427,9 +429,22 @@ def _steps(blocks: _Blocks, layout: Layout) -> _Step:
     total = len(layout.pairs)
     i = jnp.repeat(blocks_I, counts_I, total_repeat_length=total)
     j = first_I[i] + jnp.arange(total, dtype=jnp.int32) - (jnp.cumsum(counts_I) - counts_I)[i]
-    low_BI, high_BI = blocks.segment_ids_BIT.min(axis=-1), blocks.segment_ids_BIT.max(axis=-1)
-    meets = jnp.any((low_BI[:, i] <= high_BI[:, j]) & (low_BI[:, j] <= high_BI[:, i]), axis=0)
-    return _Step(i, j, j == first_I[i], meets)
+    return _Step(i, j, j == first_I[i], _meet(blocks.segment_ids_BIT, i, j))
+
+
+def _meet(segment_ids_BIT: Any, i: Any, j: Any) -> Any:
+    """Whether a segment of any row may occur both in block i and in block j; of JAX or NumPy arrays.
+
+    Segments ascend along a row, so that the ranges of two blocks tell.
+    """
+    low_BI, high_BI = segment_ids_BIT.min(axis=-1), segment_ids_BIT.max(axis=-1)
+    return ((low_BI[:, i] <= high_BI[:, j]) & (low_BI[:, j] <= high_BI[:, i])).any(axis=0)
+
+
+def visited_pairs(segment_ids_BT: Int32[np.ndarray, "B T"], layout: Layout) -> int:
+    """How many of `layout.pairs` the loop visits for rows of these segments."""
+    i, j = np.asarray(layout.pairs).T
+    return int(_meet(_blocked_segments(segment_ids_BT, layout, np), i, j).sum())
 
 
 def _at(array: Array, index: Array) -> Array:
@@ -455,7 +470,8 @@ def _forward_loop(blocks: _Blocks, layout: Layout, scale: float) -> tuple[Array,
             k, v = _at(blocks.k_BJKSH, step.j), _at(blocks.v_BJKSH, step.j)
             return _visit(running, q, k, v, _sees(*segments, step.i, step.j, layout), scale)
 
-        running = jax.lax.cond(step.meets, visit, lambda running: running, running)
+        with jax.named_scope(SKIPPABLE):
+            running = jax.lax.cond(step.meets, visit, lambda running: running, running)
         # Written at every turn, in place; the block's last turn is right: there its own tokens are seen.
         block_out, block_lse = _finish(running, out.dtype)
         return (_put(out, block_out, step.i), _put(lse, block_lse, step.i), running), None
@@ -485,7 +501,8 @@ def _backward_loop(
             zeros = [jnp.zeros(array.shape, jnp.float32) for array in (q, k, v)]
             return zeros[0], zeros[1], zeros[2]
 
-        parts = jax.lax.cond(step.meets, visit, skip)
+        with jax.named_scope(SKIPPABLE):
+            parts = jax.lax.cond(step.meets, visit, skip)
         places = (step.i, step.j, step.j)
         added = (
             _put(total, _at(total, at) + part, at)
@@ -501,21 +518,27 @@ def _backward_loop(
 # Cutting and joining
 
 
-def _writes_out(layout: Layout) -> bool:
-    return len(layout.pairs) <= _UNROLLED_PAIRS and traces_for_cpu()
+def writes_out(layout: Layout, *, for_cpu: bool) -> bool:
+    """Whether all pairs are computed one by one, and none is skipped."""
+    return for_cpu and len(layout.pairs) <= _UNROLLED_PAIRS
+
+
+def _blocked_segments(segment_ids_BT: Any, layout: Layout, namespace: Any = jnp) -> Any:
+    """[B, T] -> [B, I, T of a block], padding and filling told from segments; of JAX or NumPy arrays."""
+    marked_BT = namespace.where(segment_ids_BT == 0, _PADDING_SEGMENT, segment_ids_BT)
+    filled_BT = namespace.pad(marked_BT, ((0, 0), (0, layout.filling)), constant_values=_FILLING_SEGMENT)
+    return filled_BT.reshape(filled_BT.shape[0], layout.number, layout.width)
 
 
 def _cut(
     q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segment_ids_BT: Int32[Array, "B T"], layout: Layout
 ) -> _Blocks:
     groups = q_BTNH.shape[2] // k_BTKH.shape[2]
-    segment_ids_BT = jnp.where(segment_ids_BT == 0, _PADDING_SEGMENT, segment_ids_BT)
-    filled_BT = jnp.pad(segment_ids_BT, ((0, 0), (0, layout.filling)), constant_values=_FILLING_SEGMENT)
     return _Blocks(
         _split(q_BTNH, layout, groups),
         _split(k_BTKH, layout, 1)[:, :, :, 0],
         _split(v_BTKH, layout, 1)[:, :, :, 0],
-        filled_BT.reshape(filled_BT.shape[0], layout.number, layout.width),
+        _blocked_segments(segment_ids_BT, layout),
     )
 
 

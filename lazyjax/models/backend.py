@@ -6,6 +6,9 @@ model and tests trace a program as an accelerator gets it, whatever this process
 A fused kernel of a library cannot be traced where the library or its device is missing, nor does its trace
 say what it costs. Where a program is only described, `describes` is true, and such kernels make way for
 functions of the same operands and results.
+
+Where data decide which turns of a loop compute something, a trace does not say how many do. Such a turn is a
+`lax.cond` in the scope `SKIPPABLE`, so that the cost model can tell both kinds of turn apart.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ import contextvars
 from collections.abc import Iterator
 
 import jax
+
+#: `jax.named_scope` of a condition that turns of a loop may fail, and then compute nothing.
+SKIPPABLE = "skippable_turn"
 
 _for_accelerator = contextvars.ContextVar("for_accelerator", default=False)
 _describes = contextvars.ContextVar("describes", default=False)

@@ -21,6 +21,7 @@ from lazyjax.hardware.profile import HardwareProfile, load_profile
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning.costs.bare import without_residuals
+from lazyjax.planning.costs.packing import Packing
 from lazyjax.planning.costs.probes import block_shapes, update_probe
 from lazyjax.planning.costs.seconds import Costs, template_costs
 from lazyjax.planning.planner.question import CostModel, Request, Tables
@@ -53,6 +54,7 @@ def make_request(
     beside: Beside = NOTHING_BESIDE,
     profile: HardwareProfile | None = None,
     slab_path: PathChoice | None = None,
+    packing: Packing | None = None,
 ) -> Request:
     """The planner's question, for the machine in `plan.hardware`.
 
@@ -64,6 +66,7 @@ def make_request(
         microbatches: parts of the batch, where their number is decided.
         beside: what the host has to hold beside what is planned.
         profile: of this machine, measured already; kernels are then not timed.
+        packing: of the rows, where they are packed; kernels are timed on rows like these.
 
     Raises:
         ProfileError: there is no such profile.
@@ -80,7 +83,9 @@ def make_request(
     if measured:
         profile = _at_the_path(profile, slab_path, config.plan.devices)
     profile = _of_devices(config, profile)
-    request = profile_request(config, template, profile, identity=CALIBRATE if measured else "")
+    request = profile_request(
+        config, template, profile, packing=packing, identity=CALIBRATE if measured else ""
+    )
     reserved = reserved_bytes(request.sizes(request.devices), beside, devices=1)
     request = dataclasses.replace(
         request, microbatches=microbatches, static_host_bytes=request.static_host_bytes + reserved
@@ -88,7 +93,7 @@ def make_request(
     if not may_time:
         return request
     # The request has checked that the batch can be split at all: now there are sizes to time.
-    costs = _timed_costs(config, template, profile, kernels, console, microbatches)
+    costs = _timed_costs(config, template, profile, kernels, console, microbatches, packing)
     if costs is None:
         return request
     # Kernels of other chunks of tokens were not timed.
@@ -114,7 +119,12 @@ def _at_the_path(profile: HardwareProfile, slab_path: PathChoice | None, devices
 
 
 def profile_request(
-    config: Config, template: ModelTemplate, profile: HardwareProfile, *, identity: str = ""
+    config: Config,
+    template: ModelTemplate,
+    profile: HardwareProfile,
+    *,
+    packing: Packing | None = None,
+    identity: str = "",
 ) -> Request:
     """The planner's question at the rates of a profile, whatever `plan.hardware` is."""
     profile = _of_devices(config, profile)
@@ -129,6 +139,7 @@ def profile_request(
         device_bytes=config.plan.device_bytes,
         host_bytes=config.plan.host_bytes,
         nvme_bytes=None if config.plan.drives else 0,
+        packing=packing,
         identity=identity,
     )
     parts = config.plan.on_nvme
@@ -188,7 +199,11 @@ def measured_profile(
 
 
 def _profile_costs(
-    config: Config, template: ModelTemplate, profile: HardwareProfile, microbatch_rows: int
+    config: Config,
+    template: ModelTemplate,
+    profile: HardwareProfile,
+    packing: Packing | None,
+    microbatch_rows: int,
 ) -> Costs:
     return template_costs(
         template,
@@ -198,6 +213,7 @@ def _profile_costs(
         optimizer=make_host_optimizer(config.optimizer.name, threads=1, path="pure"),
         compute_dtype=config.model.compute_dtype,
         gradient_dtype=config.optimizer.gradient_dtype,
+        packing=packing,
     )
 
 
@@ -208,12 +224,13 @@ def _timed_costs(
     kernels: Kernels | None,
     console: Console | None,
     microbatches: int | None,
+    packing: Packing | None,
 ) -> Callable[[int], Costs] | None:
     """Rows of a microbatch -> costs, from kernels of one size or two, timed now; None: rates have to do."""
     if template.token_chunk is not None:
         # The run's kernels belong to the whole template; those of chunks are timed by themselves.
         kernels = None
-    predicted = functools.cache(functools.partial(_profile_costs, config, template, profile))
+    predicted = functools.cache(functools.partial(_profile_costs, config, template, profile, packing))
     kernels = kernels or Kernels(
         template,
         data_mesh(),
@@ -238,7 +255,9 @@ def _timed_costs(
         )
         return None
     with stage(console, f"calibrating: timing kernels of microbatches of {words} rows") as advance:
-        timed = time_kernels(predicted, kernels, sizes, batch_rows=batch_rows, advance=advance)
+        timed = time_kernels(
+            predicted, kernels, sizes, batch_rows=batch_rows, packing=packing, advance=advance
+        )
 
     @functools.cache
     def costs(microbatch_rows: int) -> Costs:

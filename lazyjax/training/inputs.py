@@ -6,6 +6,7 @@ Everything that can be wrong with the model, the data or the machine is found he
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pathlib
 import shutil
@@ -38,6 +39,7 @@ from lazyjax.models.registry import build_template, init_parameters
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.base import HostOptimizer
 from lazyjax.optim.make import make_host_optimizer
+from lazyjax.planning.costs.packing import Packing, packing_of
 from lazyjax.planning.plan.document import Plan
 from lazyjax.specs import ModelSpec, item_bytes, slab_layout
 from lazyjax.storage.host import HostStore, allocate_host_store
@@ -187,6 +189,13 @@ class Inputs:
     state_bytes: int
     runtime: RuntimeSettings
     slab_path: PathChoice
+
+    @functools.cached_property
+    def packing(self) -> Packing | None:
+        """Of the rows to train on; None where each is one segment."""
+        if self.config.data.batching != "packed":
+            return None
+        return packing_of(self.batches.training.segment_lengths())
 
     def allocate(self, plan: Plan, drive: Drive | None, *, fill: bool) -> HostStore:
         """The slabs where the plan has them, with the weights that training starts from."""

@@ -162,8 +162,9 @@ def _choose(
     processes = inputs.processes
     if not processes.several:
         return choose(
-            inputs.config, inputs.template, kernels, console, known, beside, slab_path=inputs.slab_path
-        )
+            inputs.config, inputs.template, kernels, console, known, beside,
+            slab_path=inputs.slab_path, packing=inputs.packing,
+        )  # fmt: skip
     config, template, rate = inputs.config, inputs.template, None
     if config.plan.hardware == AUTO and known is None and is_solved(config):
         rate = common_rate(inputs.mesh)
@@ -171,8 +172,9 @@ def _choose(
     def made() -> dict[str, Any]:
         profile = None if rate is None else profile_of_processes(config, template, console, rate)
         plan = choose(
-            config, template, None, console, known, beside, profile=profile, slab_path=inputs.slab_path
-        ).plan
+            config, template, None, console, known, beside,
+            profile=profile, slab_path=inputs.slab_path, packing=inputs.packing,
+        ).plan  # fmt: skip
         return plan.model_dump(mode="json")
 
     return Choice(Plan.model_validate(processes.main.decide(made)), None)

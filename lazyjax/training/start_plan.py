@@ -16,6 +16,7 @@ from lazyjax.hardware.load import is_busy, other_cpus, read_cpus
 from lazyjax.hardware.profile import HardwareProfile, load_profile
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import usable_cpus
+from lazyjax.planning.costs.packing import Packing
 from lazyjax.planning.costs.sizes import model_sizes
 from lazyjax.planning.plan import cache
 from lazyjax.planning.plan.baselines import BASELINES, without_nvme
@@ -72,6 +73,7 @@ def choose(
     *,
     profile: HardwareProfile | None = None,
     slab_path: PathChoice | None = None,
+    packing: Packing | None = None,
 ) -> Choice:
     """`choose_plan`, with what is needed to plan again.
 
@@ -82,10 +84,12 @@ def choose(
         beside: what the host has to hold beside what is planned.
         profile: of this machine, measured already; kernels are then not timed.
         slab_path: of parameters to the device; its rate is the link's where that is measured.
+        packing: of the run's rows, where they are packed.
     """
     ask = functools.partial(
-        _ask, config, kernels=kernels, console=console, beside=beside, profile=profile, slab_path=slab_path
-    )
+        _ask, config, kernels=kernels, console=console, beside=beside, profile=profile, slab_path=slab_path,
+        packing=packing,
+    )  # fmt: skip
     if known is None and is_solved(config):
         template = template.in_chunks(config.plan.token_chunk)
         request, others = ask(template=template, microbatches=config.plan.microbatches)
@@ -119,12 +123,13 @@ def _ask(
     beside: Beside,
     profile: HardwareProfile | None,
     slab_path: PathChoice | None,
+    packing: Packing | None,
 ) -> tuple[Request, float | None]:
     """The planner's question, and the CPUs that others took while it was measured for it."""
     before = read_cpus()
     request = make_request(
         config, template, kernels, console,
-        microbatches=microbatches, beside=beside, profile=profile, slab_path=slab_path,
+        microbatches=microbatches, beside=beside, profile=profile, slab_path=slab_path, packing=packing,
     )  # fmt: skip
     if config.plan.hardware not in (AUTO, CALIBRATE):
         return request, None

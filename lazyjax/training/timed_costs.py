@@ -24,6 +24,7 @@ import jax
 from lazyjax.execution.calibrate import Calibration, calibrate
 from lazyjax.execution.kernels import Kernels
 from lazyjax.models.template import ModelTemplate
+from lazyjax.planning.costs.packing import Packing
 from lazyjax.planning.costs.seconds import Costs, MeasuredKey, measured_key
 from lazyjax.planning.plan.baselines import keep_all, recompute_all
 from lazyjax.planning.planner.question import microbatch_counts
@@ -125,6 +126,7 @@ def time_kernels(
     sizes: Sequence[int],
     *,
     batch_rows: int,
+    packing: Packing | None = None,
     advance: Advance = lambda what, done, total: None,
 ) -> tuple[TimedSize, ...]:
     """Times the kernels that two opposite plans call, one that recomputes all and one that keeps all.
@@ -133,6 +135,7 @@ def time_kernels(
         predicted: microbatch_rows -> costs from rates.
         sizes: rows of the microbatches to time.
         batch_rows: of the batch.
+        packing: of its rows, where they are packed.
     """
     operations = _operations(predicted, kernels.template, sizes, batch_rows)
     total, done = sum(not _follows(key) for by_key in operations.values() for key in by_key), 0
@@ -144,11 +147,14 @@ def time_kernels(
             advance(f"timing kernels of microbatches of {size} rows", done, total)
             done += 1
 
+        tokens = predicted(size).sequence_length
+        segments = None if packing is None else packing.representative(tokens, size, kernels.devices)
         found = calibrate(
             kernels,
             [key for key in by_key if not _follows(key)],
             microbatch_rows=size,
-            sequence_length=predicted(size).sequence_length,
+            sequence_length=tokens,
+            segment_ids_BT=segments,
             repeats=3,
             microbatches=-(-batch_rows // size),
             # A CPU's device memory is the host's: its scratch is not worth compiling everything twice.

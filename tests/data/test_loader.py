@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lazyjax.batch import Batch
+from lazyjax.data import packing
 from lazyjax.data.loader import Loader, Settings, StateError
 from lazyjax.data.tokens import TokenizedRows
 from tests.data.test_split import rows_of
@@ -56,6 +57,26 @@ def _segments(batch: Batch) -> list[tuple[int, slice]]:
         assert not batch.loss_mask_BT[line, start:].any()
         assert (batch.positions_BT[line, start:] == 0).all()
     return found
+
+
+@pytest.mark.parametrize("batching", MODES)
+@given(lengths=LENGTHS, shuffle=st.booleans(), most=st.sampled_from([1, 7, 512]))
+def test_segment_lengths_are_those_of_batches(
+    batching: str, lengths: list[int], shuffle: bool, most: int
+) -> None:
+    """Of all batches where they are few, else of batches spread over the epoch, in order."""
+    loader = _loader(rows_of(lengths), _settings(batching=batching, shuffle=shuffle))
+    batches = [
+        [[int((ids_T == segment).sum()) for segment in range(1, ids_T.max() + 1)] for ids_T in rows_BT]
+        for rows_BT in (batch.segment_ids_BT for batch in loader.epoch_batches())
+    ]
+    # The last batch may have fewer sequences of its own.
+    batches = [[row for row in batch if row] for batch in batches]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_SAMPLED_SEQUENCES", most)
+        found = loader.segment_lengths()
+    count = min(len(batches), max(1, most // len(batches[0])))
+    assert found == [batches[number * len(batches) // count] for number in range(count)]
 
 
 @pytest.mark.parametrize("batching", MODES)

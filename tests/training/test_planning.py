@@ -387,6 +387,44 @@ def test_only_the_ends_of_the_microbatch_sizes_are_timed(small, monkeypatch) -> 
     assert timed == [4]
 
 
+class _Asked(Exception):
+    """Ends a run where the planner is asked."""
+
+
+@pytest.mark.parametrize("replans", [False, True])
+@pytest.mark.parametrize("batching", ["packed", "padded"])
+def test_a_run_of_packed_rows_plans_with_the_segments_of_its_data(
+    small, monkeypatch, batching: str, replans: bool
+) -> None:
+    asked = []
+
+    def ask(*arguments, packing, **options):
+        asked.append(packing)
+        raise _Asked
+
+    words = ["--data.batching", batching, "--data.sequence-length", "2048", "--plan.hardware", "h800-paper"]
+    # Without the planner costs are wanted for planning again.
+    words += ["--plan.planner", "megatrain", "--plan.replan-after-steps", "2"] if replans else []
+    config = small(*(words if replans else [*words, "--plan.planner", "milp"]))
+    monkeypatch.setattr(start_plan, "make_request", ask)
+    with pytest.raises(_Asked):
+        setup.train(config, Console(file=io.StringIO()))
+    (packing,) = asked
+    if batching == "padded":
+        assert packing is None
+        return
+    # Of these few rows all batches are in the sample.
+    assert [len(batch) for batch in packing.batches] == [2] * len(packing.batches)
+    assert all(0 < sum(row) <= 2048 for batch in packing.batches for row in batch)
+    template = build_template(read_architecture(config)[0])
+    block = Operation(0, Action.BACKWARD, Resource.COMPUTE, 1, 0, 0)
+    whole, packed = (
+        calibration.make_request(config, template, packing=each).costs(1).operation_flops(block)
+        for each in (None, packing)
+    )
+    assert packed < whole
+
+
 def test_plans_count_on_the_rate_of_the_way_that_slabs_take(small, monkeypatch) -> None:
     path = PathChoice("ring", "the fastest of pageable, ring", {"pageable": 1e9, "ring": 3e9})
     config = small("--plan.planner", "milp", "--plan.hardware", "calibrate", "--data.rows", "8")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import math
 
+import numpy as np
 import pytest
 
+from lazyjax.execution import calibrate as calibrate_module
 from lazyjax.execution.calibrate import Calibration
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.hardware.profile import load_profile
 from lazyjax.optim.make import make_host_optimizer
+from lazyjax.planning.costs.packing import packing_of
 from lazyjax.planning.costs.seconds import Costs, template_costs
 from lazyjax.planning.program.schedule import Operation
 from lazyjax.timeline import Resource
@@ -63,6 +66,31 @@ def test_the_smallest_and_the_largest_are_timed_or_the_only_one() -> None:
     assert timed_rows(8, devices=2) == (2, 8)
     assert timed_rows(8, microbatches=2) == (4,)
     assert timed_rows(1) == (1,)
+
+
+def test_kernels_of_packed_rows_are_timed_on_rows_like_these(monkeypatch) -> None:
+    """Segments of a microbatch in the sample, with positions of their own, are what a kernel gets."""
+    given = {}
+
+    class Calls(calibrate_module._Calls):
+        def __init__(self, kernels, segment_ids_BT):
+            super().__init__(kernels, segment_ids_BT)
+            given[len(segment_ids_BT)] = self.batch
+
+    monkeypatch.setattr(calibrate_module, "_Calls", Calls)
+    monkeypatch.setattr(calibrate_module, "_median_seconds", lambda *arguments: 1e-3)
+    kernels = Kernels(TEMPLATE, data_mesh(), "float32", "float32")
+    rows = [[5, 3, 4], [6, 5], [12], [1, 2, 3]]
+    packing = packing_of([rows, rows])
+    time_kernels(predicted, kernels, (1, 4), batch_rows=4, packing=packing)
+    segment_ids_BT = np.asarray(given[4].segment_ids_BT)
+    assert segment_ids_BT.tolist() == [
+        [1] * 5 + [2] * 3 + [3] * 4, [1] * 6 + [2] * 5 + [0], [1] * 12, [1, 2, 2, 3, 3, 3] + [0] * 6,
+    ]  # fmt: skip
+    assert np.asarray(given[4].positions_BT)[0].tolist() == [*range(5), *range(3), *range(4)]
+    assert np.asarray(given[1].segment_ids_BT).tolist() == segment_ids_BT[:1].tolist()
+    time_kernels(predicted, kernels, (1,), batch_rows=1)
+    assert np.asarray(given[1].segment_ids_BT).tolist() == [[1] * TOKENS]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])

@@ -28,6 +28,8 @@ from lazyjax.planning.commands.report import (
     explain,
     plan_report,
 )
+from lazyjax.planning.costs.packing import Packing, uniform_packing
+from lazyjax.planning.costs.seconds import Costs, TemplateWork
 from lazyjax.planning.plan import cache
 from lazyjax.planning.plan.document import Plan, PlanError, check_made_for, load_plan, validate_plan
 from lazyjax.planning.planner.batches import (
@@ -75,6 +77,8 @@ def plan_command(arguments: Sequence[str]) -> None:
     rows_seen = options.epoch_rows
     report = plan_report(request, plan, verification, baselines, hardware=hardware, epoch_rows=rows_seen)
     console.print(report, highlight=False)
+    if options.packed_segment_tokens is not None:
+        console.print(_packed_in_words(options.packed_segment_tokens, request, plan), highlight=False)
     if options.explain is not None:
         console.print(explain(request, plan, options.explain))
     written = options.out
@@ -92,6 +96,16 @@ def _spread_in_words(profile: HardwareProfile) -> str:
     return f", {profile.devices} devices in {hosts},"
 
 
+def _packed_in_words(segment_tokens: int, request: Request, plan: Plan) -> str:
+    """How much of attention is left of rows that are packed."""
+    costs = request.costs(plan.microbatch_rows)
+    assert isinstance(costs, Costs)
+    assert isinstance(costs.source, TemplateWork)
+    visits = costs.source.shape.visits
+    pairs = "all pairs" if visits is None else f"{visits.visited:,} of {visits.turns:,} pairs"
+    return f"Rows are packed with segments of {segment_tokens:,} tokens: attention visits {pairs} of blocks."
+
+
 def _check_options(options: argparse.Namespace) -> None:
     """What can be said before a model is read.
 
@@ -102,6 +116,11 @@ def _check_options(options: argparse.Namespace) -> None:
         raise PlanError("--batch: say how many rows a batch has, or find out with --max-batch ROWS")
     if options.batch is not None and options.max_batch is not None:
         raise PlanError("--batch plans that many rows, --max-batch looks for their number: give one of them")
+    if options.packed_segment_tokens is not None and options.attention in FUSED:
+        raise PlanError(
+            f"--attention {options.attention} sees one segment a row, which --packed-segment-tokens denies: "
+            "packed rows take blockwise attention"
+        )
     _check_outputs(options)
 
 
@@ -129,6 +148,7 @@ class _Asking:
             device_bytes=_bytes(options.device_gb),
             host_bytes=_bytes(options.host_gb),
             nvme_bytes=None if (options.nvme if nvme is None else nvme) else 0,
+            packing=_packing(options, batch_rows),
         )
         fixed = {key: getattr(options, key) for key in ("microbatches", "interlayer_home", "update")}
         return dataclasses.replace(request, **fixed)
@@ -141,6 +161,13 @@ class _Asking:
         if self.options.optimizer != DEFAULT_OPTIMIZER:
             offers[f"--optimizer {DEFAULT_OPTIMIZER}"] = self(batch_rows, optimizer=DEFAULT_OPTIMIZER)
         return offers
+
+
+def _packing(options: argparse.Namespace, batch_rows: int) -> Packing | None:
+    """What `--packed-segment-tokens` says of the rows."""
+    if options.packed_segment_tokens is None:
+        return None
+    return uniform_packing(options.packed_segment_tokens, batch_rows, options.seq)
 
 
 def _asking(options: argparse.Namespace) -> _Asking:
@@ -329,6 +356,12 @@ def _parser() -> argparse.ArgumentParser:
         default="blockwise",
         help="the form whose costs are planned with; a fused kernel moves far less (default: blockwise)",
     )
+    parser.add_argument(
+        "--packed-segment-tokens",
+        type=positive,
+        metavar="TOKENS",
+        help="rows are packed with segments of about so many tokens (default: each row is one)",
+    )
     parser.add_argument("--interlayer-home", choices=("device", "host"), help="fix where activations wait")
     parser.add_argument("--update", choices=("deferred", "immediate"), help="when the optimizer runs")
     parser.add_argument("--device-gb", type=amount, help="device memory to use, GB (1e9 bytes)")
@@ -340,10 +373,14 @@ def _parser() -> argparse.ArgumentParser:
     percent = 100 * RELATIVE_GAP
     parser.add_argument("--gap", type=amount, default=percent, help="percent from the best possible plan")
     parser.add_argument("--no-cache", action="store_true", help="solve even if the plan is known")
+    _add_outputs(parser)
+    return parser
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=pathlib.Path, help="write the plan as JSON here")
     parser.add_argument("--png", type=pathlib.Path, help="write the simulated step as a picture")
     parser.add_argument(
         "--plot", type=pathlib.Path, metavar="FILE.png|.html", help="draw the step beside the baselines'"
     )
     parser.add_argument("--trace", type=pathlib.Path, help="write the simulated step for Perfetto")
-    return parser

@@ -27,6 +27,7 @@ from lazyjax.planning.costs.trace import (
     Graph,
     Marking,
     UnknownCostError,
+    Visits,
     Work,
     between,
     saved_in_order,
@@ -44,11 +45,17 @@ _EXHAUSTIVE_NAMES = 10
 
 
 class CallShape(NamedTuple):
-    """What a kernel is traced for: hidden size, T tokens and the compute dtype's name."""
+    """What a kernel is traced for: hidden size, T tokens and the compute dtype's name.
+
+    Attributes:
+        visits: pairs of blocks that attention visits, where packed rows let it skip some
+            (`lazyjax.planning.costs.packing`); None: all of them.
+    """
 
     hidden_size: int
     sequence_length: int
     compute_dtype: str
+    visits: Visits | None = None
 
 
 class SaveSet(NamedTuple):
@@ -78,7 +85,7 @@ def kind_inputs(
 
 def forward_graph(kind: LayerKind, shape: CallShape, device_rows: int, saved: Collection[str] = ()) -> Graph:
     """The forward pass on `device_rows` x T tokens that also returns the tensors in `saved`."""
-    graph = _forward(kind, shape, device_rows)
+    graph = _visiting(_forward, kind, shape, device_rows)
     y, *named = graph.outputs
     kept = [value for name, value in zip(kind.residual_names, named, strict=True) if name in saved]
     return graph.needed((y, *kept))
@@ -86,16 +93,24 @@ def forward_graph(kind: LayerKind, shape: CallShape, device_rows: int, saved: Co
 
 def backward_graph(kind: LayerKind, shape: CallShape, device_rows: int, saved: Collection[str] = ()) -> Graph:
     """The backward pass, recomputing what is not in `saved`: input gradient and flat float32 slab."""
-    graph = _backward(kind, shape, device_rows)
+    graph = _visiting(_backward, kind, shape, device_rows)
     return graph.needed(graph.outputs, saved=saved) if saved else graph
 
 
 def named_bytes(kind: LayerKind, shape: CallShape, device_rows: int) -> dict[str, int]:
     """Bytes of the tensors that a layer names, for `device_rows` x T tokens."""
-    graph = _forward(kind, shape, device_rows)
+    graph = _forward(kind, shape._replace(visits=None), device_rows)
     return {
         name: graph.sizes[value] for name, value in zip(kind.residual_names, graph.outputs[1:], strict=True)
     }
+
+
+def _visiting(
+    pass_of: Callable[[LayerKind, CallShape, int], Graph], kind: LayerKind, shape: CallShape, device_rows: int
+) -> Graph:
+    """A pass, traced once for whole and for packed rows."""
+    graph = pass_of(kind, shape._replace(visits=None), device_rows)
+    return graph if shape.visits is None else graph.visiting(shape.visits)
 
 
 def _marks(shape: CallShape) -> Marking:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from lazyjax.hardware.profile import HardwareProfile
+from lazyjax.models.attention import layout_of, writes_out
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.base import HostOptimizer, touched_bytes
 from lazyjax.planning.costs.layers import (
@@ -24,6 +25,7 @@ from lazyjax.planning.costs.layers import (
     loss_graph,
     save_sets,
 )
+from lazyjax.planning.costs.packing import Packing
 from lazyjax.planning.costs.sizes import model_sizes
 from lazyjax.planning.costs.trace import Kernel, Work, saved_in_order
 from lazyjax.planning.program.contention import Contention
@@ -319,8 +321,13 @@ def template_costs(
     compute_dtype: str = "bfloat16",
     gradient_dtype: str = "bfloat16",
     head_chunk_tokens: int = HEAD_CHUNK_TOKENS,
+    packing: Packing | None = None,
 ) -> Costs:
-    """Costs of microbatches of `microbatch_rows` (over all devices) x `sequence_length` tokens."""
+    """Costs of microbatches of `microbatch_rows` (over all devices) x `sequence_length` tokens.
+
+    Args:
+        packing: of rows with several segments, to each of which attention is confined; None: rows are one.
+    """
     devices = profile.devices
     sizes = model_sizes(
         template,
@@ -331,6 +338,8 @@ def template_costs(
         devices=devices,
     )
     shape = CallShape(template.spec.hidden_size, sequence_length, compute_dtype)
+    if packing is not None and not writes_out(layout_of(sequence_length), for_cpu=profile.platform == "cpu"):
+        shape = shape._replace(visits=packing.visits(sequence_length, microbatch_rows, devices))
     return Costs(
         spec=template.spec,
         profile=profile,

@@ -6,6 +6,9 @@ memory traffic (element-wise chains count as one kernel that reads its sources a
 result, as XLA fuses them), and an estimate of the working set (values that have to exist in
 memory between kernels). Nothing is compiled or allocated.
 
+Where data decide which turns of a loop compute anything, all are counted, unless `Graph.visiting` is told how
+many do.
+
 Time is the roofline of each kernel, see `Work.seconds`. This module knows no hardware, plan or
 model family.
 """
@@ -22,6 +25,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
+
+from lazyjax.models.backend import SKIPPABLE
 
 #: Calls whose body runs once, in place.
 _INLINED = frozenset(
@@ -91,6 +96,31 @@ class Work:
         return Work(Counter(self.kernels) + Counter(other.kernels))
 
 
+class Visits(NamedTuple):
+    """Of loops that may skip turns: how many turns compute, and how many there are."""
+
+    visited: int
+    turns: int
+
+
+#: Kernels with how often each runs.
+_Counts = tuple[tuple[Kernel, int], ...]
+
+
+class Skippable(NamedTuple):
+    """Turns of a loop that may compute nothing, by what the data say (`lazyjax.models.backend.SKIPPABLE`).
+
+    Attributes:
+        turns: of the loop.
+        visited, skipped: kernels of one turn that computes, and of one that does not, besides those that
+            every turn runs.
+    """
+
+    turns: int
+    visited: _Counts
+    skipped: _Counts
+
+
 class Node(NamedTuple):
     """One primitive of a flattened program; values are numbered.
 
@@ -99,6 +129,7 @@ class Node(NamedTuple):
         flops: matrix FLOPs; for loops and branches see `inner`.
         inner: what the body of a loop or branch costs, all iterations together.
         inner_peak_bytes: working set of one iteration.
+        skippable: the turns in `inner` that may be skipped.
         aliases: (input, output) pairs that share one buffer: updates in place, carries of loops.
     """
 
@@ -107,8 +138,9 @@ class Node(NamedTuple):
     outputs: tuple[int, ...]
     name: str = ""
     flops: int = 0
-    inner: tuple[tuple[Kernel, int], ...] = ()
+    inner: _Counts = ()
     inner_peak_bytes: int = 0
+    skippable: Skippable | None = None
     aliases: tuple[tuple[int, int], ...] = ()
 
 
@@ -141,6 +173,15 @@ class Graph:
             wanted.update(node.inputs)
         outputs = tuple(value for value in targets if value not in given)
         return Graph(tuple(reversed(kept)), self.sizes, (*self.inputs, *given), outputs, self.inside)
+
+    def visiting(self, visits: Visits) -> Graph:
+        """The same program on data that let loops skip turns.
+
+        Raises:
+            UnknownCostError: a loop that may skip has another number of turns.
+        """
+        nodes = tuple(node if node.skippable is None else _visiting(node, visits) for node in self.nodes)
+        return dataclasses.replace(self, nodes=nodes)
 
     def work(self) -> Work:
         """Kernels after fusion."""
@@ -260,25 +301,55 @@ def between(low: Graph, high: Graph, low_rows: int, high_rows: int, device_rows:
     def affine(a: int, b: int) -> int:
         return a + (b - a) * (device_rows - low_rows) // (high_rows - low_rows)
 
+    def kernels(low: _Counts, high: _Counts) -> _Counts:
+        return tuple(
+            (Kernel(affine(a.flops, b.flops), affine(a.bytes, b.bytes)), count)
+            for (a, count), (b, _) in zip(low, high, strict=True)
+        )
+
+    def turns(a: Skippable | None, b: Skippable | None) -> Skippable | None:
+        if a is None or b is None:
+            return None
+        return Skippable(a.turns, kernels(a.visited, b.visited), kernels(a.skipped, b.skipped))
+
     if len(low.nodes) != len(high.nodes) or low.outputs != high.outputs:
         raise UnknownCostError(f"the program changes between {low_rows} and {high_rows} rows")
     nodes = []
     for a, b in zip(low.nodes, high.nodes, strict=True):
-        if (a.primitive, a.inputs, len(a.inner)) != (b.primitive, b.inputs, len(b.inner)):
+        if _structure(a) != _structure(b):
             raise UnknownCostError(f"the program changes between {low_rows} and {high_rows} rows")
-        inner = tuple(
-            (Kernel(affine(ka.flops, kb.flops), affine(ka.bytes, kb.bytes)), count)
-            for (ka, count), (kb, _) in zip(a.inner, b.inner, strict=True)
-        )
         nodes.append(
             a._replace(
                 flops=affine(a.flops, b.flops),
-                inner=inner,
+                inner=kernels(a.inner, b.inner),
                 inner_peak_bytes=affine(a.inner_peak_bytes, b.inner_peak_bytes),
+                skippable=turns(a.skippable, b.skippable),
             )
         )
     sizes = tuple(affine(a, b) for a, b in zip(low.sizes, high.sizes, strict=True))
     return Graph(tuple(nodes), sizes, low.inputs, low.outputs, low.inside)
+
+
+def _structure(node: Node) -> tuple[Any, ...]:
+    """What does not depend on the rows."""
+    skippable = node.skippable
+    turns = None if skippable is None else (skippable.turns, len(skippable.visited), len(skippable.skipped))
+    return node.primitive, node.inputs, len(node.inner), turns
+
+
+def _visiting(node: Node, visits: Visits) -> Node:
+    """See `Graph.visiting`."""
+    assert node.skippable is not None
+    turns, visited, skipped = node.skippable
+    if turns != visits.turns:
+        raise UnknownCostError(f"a loop has {turns} turns that may be skipped, not {visits.turns}")
+    left_out = turns - visits.visited
+    inner = Counter(dict(node.inner))
+    for kernel, count in visited:
+        inner[kernel] -= left_out * count
+    for kernel, count in skipped:
+        inner[kernel] += left_out * count
+    return node._replace(inner=tuple((kernel, count) for kernel, count in inner.items() if count))
 
 
 def _bytes(aval: Any) -> int:
@@ -355,19 +426,34 @@ def _node(
             inner = tuple((k, count * params["length"]) for k, count in graph.work().kernels.items())
             return Node(
                 primitive, inputs, outputs, inner=inner, inner_peak_bytes=graph.peak_bytes(),
+                skippable=_skippable_turns(graph, params["length"]),
                 aliases=_carries(equation, outputs, numbers),
             )  # fmt: skip
         case "cond":
             graphs = [_flatten(branch.jaxpr) for branch in params["branches"]]
-            costliest = max(graphs, key=lambda graph: (graph.work().flops, graph.work().bytes))
-            inner = tuple(costliest.work().kernels.items())
-            return Node(primitive, inputs, outputs, inner=inner, inner_peak_bytes=costliest.peak_bytes())
+            graphs.sort(key=lambda graph: (graph.work().flops, graph.work().bytes))
+            cheapest, costliest = (tuple(graph.work().kernels.items()) for graph in (graphs[0], graphs[-1]))
+            may_skip = SKIPPABLE in str(equation.source_info.name_stack)
+            return Node(
+                primitive, inputs, outputs, inner=costliest, inner_peak_bytes=graphs[-1].peak_bytes(),
+                skippable=Skippable(1, costliest, cheapest) if may_skip else None,
+            )  # fmt: skip
         case "while":
             raise UnknownCostError("a while loop has no known trip count; use lax.scan or lax.fori_loop")
         case _ if primitive in _IN_PLACE:
             return Node(primitive, inputs, outputs, aliases=((inputs[0], outputs[0]),))
         case _:
             return Node(primitive, inputs, outputs)
+
+
+def _skippable_turns(body: Graph, length: int) -> Skippable | None:
+    """The turns of a loop of `length` turns that its body may skip."""
+    found = [node.skippable for node in body.nodes if node.skippable is not None]
+    if not found:
+        return None
+    if len(found) > 1 or found[0].turns > 1:
+        raise UnknownCostError("a loop's turn may be skipped in one place only")
+    return found[0]._replace(turns=length)
 
 
 def _carries(

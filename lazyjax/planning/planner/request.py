@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lazyjax.hardware.profile import HardwareProfile, dump_profile
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import make_host_optimizer
+from lazyjax.planning.costs.packing import Packing
 from lazyjax.planning.costs.seconds import Costs, static_host_bytes, template_costs
 from lazyjax.planning.plan.cache import content_key
 from lazyjax.planning.planner.question import CostModel, Request, Tables
@@ -29,6 +30,7 @@ def build_request(
     host_bytes: int | None = None,
     nvme_bytes: int | None = None,
     costs: Callable[[int], CostModel] | None = None,
+    packing: Packing | None = None,
     identity: str = "",
 ) -> Request:
     """What to plan for `batch_rows` x `sequence_length` tokens on a machine.
@@ -38,6 +40,7 @@ def build_request(
         device_bytes, host_bytes, nvme_bytes: instead of the profile's capacities.
         costs: microbatch_rows -> costs; by default from the profile's rates. Where neither they nor the
             template say otherwise, the token chunk is open.
+        packing: of rows with several segments (see `template_costs`).
         identity: names `costs` in the cache's key, where they are not the profile's.
     """
     spec, devices = template.spec, profile.devices
@@ -48,10 +51,17 @@ def build_request(
         optimizer=make_host_optimizer(optimizer, threads=1, path="pure"),
         compute_dtype=compute_dtype,
         gradient_dtype=gradient_dtype,
+        packing=packing,
     )
     sizes, profile_costs = tables(template.token_chunk)
-    is_open = costs is None and template.token_chunk is None
-    words = [optimizer, compute_dtype, gradient_dtype, str(template.token_chunk)]
+    made_for = {
+        "optimizer": optimizer,
+        "compute_dtype": compute_dtype,
+        "gradient_dtype": gradient_dtype,
+        "hardware": profile.name,
+        "device": profile.device,
+        "token_chunk": template.token_chunk,
+    }
     return Request(
         spec=spec,
         batch_rows=batch_rows,
@@ -61,18 +71,11 @@ def build_request(
         capacity=_capacity(profile, device_bytes, host_bytes, nvme_bytes),
         static_host_bytes=static_host_bytes(spec, gradient_dtype=gradient_dtype, devices=devices) // devices,
         token_chunk=template.token_chunk,
-        chunked=tables if is_open else None,
+        chunked=tables if costs is None and template.token_chunk is None else None,
         devices=devices,
         hosts=profile.hosts,
-        identity=_identity(template, profile, identity, words),
-        made_for={
-            "optimizer": optimizer,
-            "compute_dtype": compute_dtype,
-            "gradient_dtype": gradient_dtype,
-            "hardware": profile.name,
-            "device": profile.device,
-            "token_chunk": template.token_chunk,
-        },
+        identity=_identity(template, profile, packing, identity, made_for),
+        made_for=made_for,
     )
 
 
@@ -114,15 +117,22 @@ def _capacity(
     }
 
 
-def _identity(template: ModelTemplate, profile: HardwareProfile, costs: str, words: Sequence[str]) -> str:
+def _identity(
+    template: ModelTemplate,
+    profile: HardwareProfile,
+    packing: Packing | None,
+    costs: str,
+    made_for: Mapping[str, str | int | None],
+) -> str:
     """A digest of the model, the machine and whatever else costs follow from."""
     layers = [[layer.kind, *([t.name, *t.shape] for t in layer.parameters)] for layer in template.spec.layers]
     facts = {
         "layers": layers,
         "model": template.config.model_dump(mode="json"),
         "profile": dump_profile(profile),
+        "packing": None if packing is None else packing.batches,
         "costs": costs,
-        "words": words,
+        "made_for": made_for,
         # Tells forms of attention apart.
         "residuals": [list(kind.residual_names) for kind in template.kinds.values()],
     }
