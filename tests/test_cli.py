@@ -154,6 +154,12 @@ def test_a_reader_that_leaves_is_no_error(arguments, tmp_path):
     assert (done.stderr, done.returncode) == ("", 0)
 
 
+def test_planning_imports_no_matplotlib():
+    """It takes most of a second of a command that draws nothing."""
+    code = "import lazyjax.planning.commands.plan, sys; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_help_does_not_import_jax():
     program = (
         "import sys; from lazyjax import cli; cli.main(['--help']); "

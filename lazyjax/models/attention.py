@@ -65,6 +65,11 @@ class Layout(NamedTuple):
         return max(0, query_block * self.width - self.window + 1) // self.width
 
     @property
+    def pair_count(self) -> int:
+        """Of `pairs`: 524,800 of them for a row of 524,288 tokens, of which no list is worth making."""
+        return sum(i + 1 - self.first_key_block(i) for i in range(self.number))
+
+    @property
     def pairs(self) -> list[tuple[int, int]]:
         """(query block, key block), those of one query block in a row, the diagonal last."""
         return [(i, j) for i in range(self.number) for j in range(self.first_key_block(i), i + 1)]
@@ -426,25 +431,34 @@ def _steps(blocks: _Blocks, layout: Layout) -> _Step:
     if layout.window is not None:
         first_I = jnp.maximum(blocks_I * layout.width - layout.window + 1, 0) // layout.width
     counts_I = blocks_I - first_I + 1
-    total = len(layout.pairs)
+    total = layout.pair_count
     i = jnp.repeat(blocks_I, counts_I, total_repeat_length=total)
     j = first_I[i] + jnp.arange(total, dtype=jnp.int32) - (jnp.cumsum(counts_I) - counts_I)[i]
-    return _Step(i, j, j == first_I[i], _meet(blocks.segment_ids_BIT, i, j))
+    return _Step(i, j, j == first_I[i], _meet(_segment_ranges(blocks.segment_ids_BIT), i, j))
 
 
-def _meet(segment_ids_BIT: Any, i: Any, j: Any) -> Any:
-    """Whether a segment of any row may occur both in block i and in block j; of JAX or NumPy arrays.
+def _segment_ranges(segment_ids_BIT: Any) -> tuple[Any, Any]:
+    """The lowest and the highest segment of every block; of JAX or NumPy arrays, as `_meet`."""
+    return segment_ids_BIT.min(axis=-1), segment_ids_BIT.max(axis=-1)
+
+
+def _meet(ranges_BI: tuple[Any, Any], i: Any, j: Any) -> Any:
+    """Whether a segment of any row may occur both in blocks i and in blocks j.
 
     Segments ascend along a row, so that the ranges of two blocks tell.
     """
-    low_BI, high_BI = segment_ids_BIT.min(axis=-1), segment_ids_BIT.max(axis=-1)
+    low_BI, high_BI = ranges_BI
     return ((low_BI[:, i] <= high_BI[:, j]) & (low_BI[:, j] <= high_BI[:, i])).any(axis=0)
 
 
 def visited_pairs(segment_ids_BT: Int32[np.ndarray, "B T"], layout: Layout) -> int:
     """How many of `layout.pairs` the loop visits for rows of these segments."""
-    i, j = np.asarray(layout.pairs).T
-    return int(_meet(_blocked_segments(segment_ids_BT, layout, np), i, j).sum())
+    ranges = _segment_ranges(_blocked_segments(segment_ids_BT, layout, np))
+    # One block of queries at a time: of long rows there are many pairs.
+    return sum(
+        int(_meet(ranges, np.asarray([i]), np.arange(layout.first_key_block(i), i + 1)).sum())
+        for i in range(layout.number)
+    )
 
 
 def _at(array: Array, index: Array) -> Array:
@@ -520,7 +534,7 @@ def _backward_loop(
 
 def writes_out(layout: Layout, *, for_cpu: bool) -> bool:
     """Whether all pairs are computed one by one, and none is skipped."""
-    return for_cpu and len(layout.pairs) <= _UNROLLED_PAIRS
+    return for_cpu and layout.pair_count <= _UNROLLED_PAIRS
 
 
 def _blocked_segments(segment_ids_BT: Any, layout: Layout, namespace: Any = jnp) -> Any:

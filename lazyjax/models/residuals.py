@@ -80,6 +80,14 @@ def _name_of(jaxpr: Any, variable: Any) -> str:
     return ""
 
 
+def forward_keeping(
+    apply: Apply, names: Sequence[str], params: Any, x: Array, context: Any
+) -> tuple[Array, tuple[Array, ...]]:
+    """As `forward_saving`, with the tensors in JAX's own order, which spares a second tracing."""
+    y, pullback, saved = _pullback(apply, names, params, x, context)
+    return y, tuple(pullback.opaque_residuals[i] for i in saved)
+
+
 def forward_saving(
     apply: Apply, names: Sequence[str], params: Any, x: Array, context: Any
 ) -> tuple[Array, tuple[Array, ...]]:

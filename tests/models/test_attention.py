@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazyjax.models.architecture import Qwen2Architecture, Rope
-from lazyjax.models.attention import ATTENTIONS, blockwise_attention, dense_attention, layout_of
+from lazyjax.models.attention import (
+    ATTENTIONS,
+    BLOCK_TOKENS,
+    Layout,
+    blockwise_attention,
+    dense_attention,
+    layout_of,
+)
 from lazyjax.models.backend import for_accelerator, for_description
 from lazyjax.models.registry import build_template
 from lazyjax.planning.costs.layers import CallShape, backward_graph, forward_graph
@@ -114,7 +121,25 @@ def test_pairs_are_those_that_may_attend() -> None:
         (i, j) for i in range(5) for j in range(i + 1) if i * 20 - (j * 20 + 19) < 30
     ]
     assert len(layout_of(100, block_tokens=20).pairs) == 15
+    for window in (None, 1, 30, 90):
+        cut = layout_of(100, window, 20)
+        assert cut.pair_count == len(cut.pairs)
     assert layout_of(1025) == (3, 342, 1, None)
+
+
+def test_a_long_row_is_described_without_a_list_of_its_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are half a million, and planning describes a program some twenty times."""
+    monkeypatch.setattr(Layout, "pairs", property(lambda layout: pytest.fail("a list of all pairs")))
+    config = Qwen2Architecture(
+        name="long", vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6,
+        tie_word_embeddings=True, rope=Rope(theta=1e4), qkv_bias=False,
+    )  # fmt: skip
+    kind, tokens = build_template(config).kinds["full_attention"], 2**19
+    blocks = tokens // BLOCK_TOKENS
+    found = forward_graph(kind, CallShape(64, tokens, "bfloat16"), 1).work().flops
+    products = 2 * tokens * sum(t.elements for t in kind.parameters if len(t.shape) == 2)
+    assert found - products == blocks * (blocks + 1) // 2 * 2 * 2 * BLOCK_TOKENS**2 * 64
 
 
 def test_blocks_without_a_common_segment_are_not_visited() -> None:

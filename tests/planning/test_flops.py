@@ -12,9 +12,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lazyjax.models.residuals import backward_from, residual_shapes
 from lazyjax.models.template import Context, LayerKind
-from lazyjax.planning.costs.layers import CallShape, backward_graph, forward_graph, save_sets
+from lazyjax.planning.costs.layers import (
+    CallShape,
+    backward_graph,
+    forward_graph,
+    kind_inputs,
+    named_bytes,
+    save_sets,
+)
 from lazyjax.planning.costs.trace import Kernel, UnknownCostError, Work, saved_in_order, trace
 from lazyjax.specs import TensorSpec
+from tests import tiny
 
 HIDDEN, INNER, ROWS, TOKENS = 64, 256, 4, 32
 #: FLOPs of one of the three matrix products.
@@ -85,6 +93,24 @@ def test_rows_are_affine() -> None:
     direct = trace(lambda p, x, c: _mlp(p, x, c), params, x, context)
     assert forward_graph(KIND, SHAPE, 7).work() == direct.work()
     assert forward_graph(KIND, SHAPE, 7).peak_bytes() == direct.peak_bytes()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_5"])
+def test_tensors_of_a_forward_pass_are_found_by_their_names(family: str) -> None:
+    """In the order in which the layer names them, whatever order JAX keeps them in."""
+    template = tiny.template(family, tied=True)
+    shape = CallShape(32, TOKENS, "float32")
+    for kind in template.kinds.values():
+        if kind.residual_names:
+            inputs = kind_inputs(kind, 32, ROWS, TOKENS, "float32")
+            shapes = residual_shapes(kind.apply, kind.residual_names, *inputs)
+            expected = {
+                name: found.size * found.dtype.itemsize
+                for name, found in zip(kind.residual_names, shapes, strict=True)
+            }
+            assert named_bytes(kind, shape, ROWS) == expected
+            graph = forward_graph(kind, shape, ROWS, kind.residual_names)
+            assert [graph.name_of(value) for value in graph.outputs[1:]] == list(kind.residual_names)
 
 
 def test_element_wise_chains_are_one_kernel() -> None:

@@ -19,7 +19,6 @@ from lazyjax.models.attention import FUSED
 from lazyjax.models.registry import build_template
 from lazyjax.models.template import ModelTemplate
 from lazyjax.optim.make import OPTIMIZERS
-from lazyjax.planning.commands.picture import check_path, write_picture
 from lazyjax.planning.commands.plot import plot_timeline
 from lazyjax.planning.commands.report import (
     ComparisonRow,
@@ -233,6 +232,9 @@ def _write_outputs(
         timeline = verification.simulation.timeline
         plot_timeline(timeline, options.png, title=title, capacity=request.capacity, fixed=static)
     if options.plot is not None:
+        # Here, because matplotlib takes most of a second of a question that wants no picture.
+        from lazyjax.planning.commands.picture import write_picture
+
         title = f"{plan.model}, {options.hardware}, {plan.batch_rows} x {plan.sequence_length} tokens"
         peaks = {tier.value: size for tier, size in verification.peak_bytes.items()}
         own = comparison_row(request, "LazyJAX", plan, verification.period_seconds, peaks)
@@ -246,6 +248,8 @@ def _check_outputs(options: argparse.Namespace) -> None:
     if options.png is not None:
         check_picture(options.png)
     if options.plot is not None:
+        from lazyjax.planning.commands.picture import check_path
+
         check_path(options.plot, check_picture)
     for path in (options.out, options.trace):
         if path is None:

@@ -10,6 +10,7 @@ the gradients in one flat float32 slab, the head runs in chunks of tokens.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection
@@ -21,7 +22,7 @@ from jaxtyping import Array
 
 from lazyjax.models.backend import for_description
 from lazyjax.models.cross_entropy import cross_entropy_and_gradients
-from lazyjax.models.residuals import backward_from, forward_saving
+from lazyjax.models.residuals import backward_from, forward_keeping
 from lazyjax.models.template import Context, LayerKind, ModelTemplate
 from lazyjax.planning.costs.trace import (
     Graph,
@@ -128,15 +129,22 @@ def _marks(shape: CallShape) -> Marking:
 def _forward(kind: LayerKind, shape: CallShape, device_rows: int) -> Graph:
     """Outputs: y, then all named tensors."""
 
+    names = kind.residual_names
+
     def forward(params: Any, x: Array, context: Any) -> Any:
-        if not kind.residual_names:
+        if not names:
             return kind.apply(params, x, context), ()
-        return forward_saving(kind.apply, kind.residual_names, params, x, context)
+        return forward_keeping(kind.apply, names, params, x, context)
 
     def at(count: int) -> Graph:
         inputs = kind_inputs(kind, shape.hidden_size, count, shape.sequence_length, shape.compute_dtype)
         with for_description():
-            return trace(forward, *inputs, marking=_marks(shape))
+            graph = trace(forward, *inputs, marking=_marks(shape))
+        y, *kept = graph.outputs
+        found = {graph.name_of(value): value for value in kept}
+        if found.keys() != set(names):
+            raise ValueError(f"{kind.name}: saving {list(names)} keeps tensors called {list(found)}")
+        return dataclasses.replace(graph, outputs=(y, *(found[name] for name in names)))
 
     return at_rows(at, ("forward", kind, shape), device_rows)
 

@@ -45,7 +45,7 @@ class Packing:
             for rows_BT in self._microbatches(sequence_length, microbatch_rows)
             for part_BT in np.split(rows_BT, devices)
         ]
-        return Visits(round(sum(counts) / len(counts)), len(layout.pairs))
+        return Visits(round(sum(counts) / len(counts)), layout.pair_count)
 
     def representative(
         self, sequence_length: int, microbatch_rows: int, devices: int = 1

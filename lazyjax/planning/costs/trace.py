@@ -174,6 +174,18 @@ class Graph:
         outputs = tuple(value for value in targets if value not in given)
         return Graph(tuple(reversed(kept)), self.sizes, (*self.inputs, *given), outputs, self.inside)
 
+    def name_of(self, value: int) -> str:
+        """The name given to a value, looking through what is wrapped around it; empty: none."""
+        makers = {output: node for node in self.nodes for output in node.outputs}
+        while value in makers:
+            node = makers[value]
+            if node.primitive == "name":
+                return node.name
+            if len(node.inputs) != 1:
+                break
+            value = node.inputs[0]
+        return ""
+
     def visiting(self, visits: Visits) -> Graph:
         """The same program on data that let loops skip turns.
 
