@@ -372,9 +372,15 @@ class _DriveTransfer(NamedTuple):
 
 
 class EmulatedDrive:
-    """A drive that keeps nothing, one queue per direction; all devices of a host write and read as much."""
+    """A drive that keeps nothing, one queue per direction; all devices of a host write and read as much.
+
+    Raises:
+        ValueError: the profile's drive shares its rate between the directions, which queues do not.
+    """
 
     def __init__(self, device: Device, costs: Costs) -> None:
+        if costs.profile.nvme_shared_bytes_per_second is not None:
+            raise ValueError("nvme_shared_bytes_per_second: not emulated")
         self._device, self._profile = device, costs.profile
 
     def write(self, key: str, source: np.ndarray) -> _DriveTransfer:

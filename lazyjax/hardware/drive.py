@@ -13,6 +13,7 @@ import errno
 import mmap
 import os
 import pathlib
+import queue
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+#: Transfers under way at once, both directions together; the others wait.
+CONCURRENT_TRANSFERS = 4
 _PAGE_BYTES = 4096
 _BLOCK_BYTES = 64 * 2**20
 
@@ -87,27 +90,18 @@ def forget(path: pathlib.Path) -> None:
 
 
 class DriveRates(NamedTuple):
-    """Bytes per second of each direction alone, and of each while as many bytes go the other way."""
+    """Bytes per second of each direction alone, and of both together while as many go either way."""
 
-    read_alone: float
-    write_alone: float
-    each_of_both: float
-
-    @property
-    def read(self) -> float:
-        """What a plan may count on: its other direction is busy, too."""
-        return min(self.read_alone, self.each_of_both)
-
-    @property
-    def write(self) -> float:
-        """The same for writes."""
-        return min(self.write_alone, self.each_of_both)
+    read: float
+    write: float
+    shared: float
 
 
 def drive_rates(folder: pathlib.Path, size: int) -> DriveRates:
     """Rates of files of 64 MiB, `size` bytes in each direction: each alone, then both at once.
 
-    What is read was dropped from the page cache. Nothing is left behind.
+    As many are under way at once as in training. What is read was dropped from the page cache. Nothing is
+    left behind.
 
     Raises:
         OSError: `folder` cannot be made or written to.
@@ -115,37 +109,46 @@ def drive_rates(folder: pathlib.Path, size: int) -> DriveRates:
     folder.mkdir(parents=True, exist_ok=True)
     block = min(size, _BLOCK_BYTES)
     count = max(1, size // block)
-    source, target = aligned_bytes(block), aligned_bytes(block)
+    source = aligned_bytes(block)
     source[:] = np.random.default_rng(0).integers(0, 256, block, dtype=np.uint8)
-    target[:] = 0
-    with tempfile.TemporaryDirectory(prefix="lazyjax-profile-", dir=folder) as name:
+    targets: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
+    for _ in range(CONCURRENT_TRANSFERS):
+        target = aligned_bytes(block)
+        target[:] = 0
+        targets.put(target)
+
+    def write(path: pathlib.Path) -> None:
+        write_file(path, source)
+
+    def read(path: pathlib.Path) -> None:
+        target = targets.get()
+        try:
+            read_file(path, target)
+        finally:
+            targets.put(target)
+
+    with (
+        tempfile.TemporaryDirectory(prefix="lazyjax-profile-", dir=folder) as name,
+        ThreadPoolExecutor(CONCURRENT_TRANSFERS) as threads,
+    ):
         paths = [pathlib.Path(name) / str(number) for number in range(2 * count)]
 
-        def write(some: list[pathlib.Path]) -> None:
-            for path in some:
-                write_file(path, source)
-
-        def read(some: list[pathlib.Path]) -> None:
-            for path in some:
-                read_file(path, target)
+        def finish(*directions: tuple[Callable[[pathlib.Path], None], list[pathlib.Path]]) -> None:
+            """All files of each direction, the directions by turns."""
+            by_turns = zip(*([(work, path) for path in some] for work, some in directions), strict=True)
+            for done in [threads.submit(work, path) for turn in by_turns for work, path in turn]:
+                done.result()
 
         read_from, write_to = paths[:count], paths[count:]
-        write(paths)
+        finish((write, paths))
         for _ in range(2):  # a drive may still be busy with what was written: the second time counts
             _forget_all(paths)
-            reading = _seconds(lambda: read(read_from))
-        writing = _seconds(lambda: write(write_to))
+            reading = _seconds(lambda: finish((read, read_from)))
+        writing = _seconds(lambda: finish((write, write_to)))
         _forget_all(paths)
-        with ThreadPoolExecutor(1) as beside:
-
-            def both() -> None:
-                started = beside.submit(write, write_to)
-                read(read_from)
-                started.result()
-
-            together = _seconds(both)
+        together = _seconds(lambda: finish((read, read_from), (write, write_to)))
     moved = count * block
-    return DriveRates(moved / reading, moved / writing, moved / together)
+    return DriveRates(moved / reading, moved / writing, 2 * moved / together)
 
 
 def _forget_all(paths: list[pathlib.Path]) -> None:

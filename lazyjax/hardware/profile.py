@@ -68,7 +68,10 @@ class HardwareProfile(pydantic.BaseModel):
             host updates, of copies, or of collectives, beside it: 0 where the device has cores, memory or
             engines of its own for them.
         host_bytes, nvme_bytes: capacities of one host that a plan may use; `nvme_bytes` 0 means no NVMe.
-        nvme_read_bytes_per_second, nvme_write_bytes_per_second: of one host, sustained, past the page cache.
+        nvme_read_bytes_per_second, nvme_write_bytes_per_second: of one host, each direction alone,
+            sustained, past the page cache.
+        nvme_shared_bytes_per_second: of one host, both directions together while both are busy; where it
+            is not given, each keeps its own rate.
         devices, hosts: devices that share the work of one step, and the hosts that they are in, each with
             as many. Whatever is said of the host is said of one of them, and its devices share it.
         link_devices: devices of a host that share one link's rates, because they are behind one switch.
@@ -99,6 +102,7 @@ class HardwareProfile(pydantic.BaseModel):
     nvme_bytes: ByteCount = 0
     nvme_read_bytes_per_second: PositiveRate | None = None
     nvme_write_bytes_per_second: PositiveRate | None = None
+    nvme_shared_bytes_per_second: PositiveRate | None = None
     devices: Count = 1
     hosts: Count = 1
     link_devices: Count = 1

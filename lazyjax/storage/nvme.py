@@ -20,7 +20,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import UInt8
 
-from lazyjax.hardware.drive import read_file, write_file
+from lazyjax.hardware.drive import CONCURRENT_TRANSFERS, read_file, write_file
 from lazyjax.storage.scratch import ScratchFolder, remove_left_behind
 
 _PAGE_BYTES = 4096
@@ -67,11 +67,8 @@ class NvmeStore:
     (`lazyjax.storage.scratch`). Several threads may read a key; nobody may while another writes it.
     """
 
-    def __init__(self, parent: pathlib.Path, *, run: str = "run", concurrency: int = 4) -> None:
+    def __init__(self, parent: pathlib.Path, *, run: str = "run") -> None:
         """Opens the store.
-
-        Args:
-            concurrency: transfers under way at once; the others wait.
 
         Raises:
             NvmeError: nothing can be written in `parent`.
@@ -86,7 +83,7 @@ class NvmeStore:
             raise NvmeError(f"nvme folder {parent}: cannot be used ({error.strerror})") from error
         remove_left_behind(parent)
         self.folder = self._scratch.path
-        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="nvme")
+        self._threads = ThreadPoolExecutor(CONCURRENT_TRANSFERS, thread_name_prefix="nvme")
 
     def write(self, key: str, source: UInt8[np.ndarray, " n"]) -> DriveTransfer:
         """Starts writing; `result()` of what is returned raises `NvmeError` on failure.

@@ -21,9 +21,17 @@ from lazyjax.planning.costs.seconds import (
 )
 from lazyjax.planning.plan.baselines import keep_all, recompute_all
 from lazyjax.planning.program.contention import NO_CONTENTION, Contention
-from lazyjax.planning.program.schedule import Action, Buffer, BufferRole, Operation, build_schedule
+from lazyjax.planning.program.schedule import (
+    Action,
+    Allocation,
+    Buffer,
+    BufferRole,
+    Operation,
+    Place,
+    build_schedule,
+)
 from lazyjax.planning.program.simulate import simulate
-from lazyjax.specs import slab_layout
+from lazyjax.specs import Tier, slab_layout
 from lazyjax.timeline import Resource
 
 ROWS, TOKENS = 4, 64
@@ -81,6 +89,25 @@ def test_transfers_are_bytes_over_rate() -> None:
     slower = costs.with_profile(load_profile("h800-paper").model_copy(update={"duplex_factor": 0.5}))
     fetch = _operation(Action.FETCH, Resource.H2D, bytes=moved)
     assert slower.operation_seconds(fetch) == pytest.approx(2 * moved / 12e9)
+
+
+def test_a_drive_that_shares_its_rate_halves_it_for_what_is_both_read_and_written() -> None:
+    shared = {"nvme_shared_bytes_per_second": 4e9}
+    costs = _costs(load_profile("h800-paper").model_copy(update=shared))
+    for action, resource in (
+        (Action.LOAD_STATE, Resource.NVME_READ),
+        (Action.LOAD_PARAMETERS, Resource.NVME_READ),
+        (Action.SPILL_STATE, Resource.NVME_WRITE),
+        (Action.SPILL_GRADIENT, Resource.NVME_WRITE),
+    ):
+        assert costs.operation_seconds(_operation(action, resource, bytes=10**6)) == pytest.approx(1e6 / 2e9)
+    # A gradient is not written back.
+    gradient = Allocation(Place(Buffer(BufferRole.GRADIENT, 1), Tier.HOST), 10**6)
+    load = _operation(Action.LOAD_STATE, Resource.NVME_READ, bytes=3 * 10**6, allocates=(gradient,))
+    assert costs.operation_seconds(load) == pytest.approx(2e6 / 2e9 + 1e6 / 2.83e9)
+    fast = _costs(load_profile("h800-paper").model_copy(update={"nvme_shared_bytes_per_second": 1e10}))
+    spill = _operation(Action.SPILL_STATE, Resource.NVME_WRITE, bytes=10**6)
+    assert fast.operation_seconds(spill) == pytest.approx(1e6 / 3.35e9)  # never faster than alone
 
 
 def test_update_is_slab_elements_over_rate() -> None:

@@ -124,6 +124,7 @@ _WORDS = {
     "collective_contention": "compute lost to collectives",
     "nvme_read_bytes_per_second": "NVMe read",
     "nvme_write_bytes_per_second": "NVMe write",
+    "nvme_shared_bytes_per_second": "NVMe both ways at once",
     "interconnect_bytes_per_second": "between devices",
     "network_bytes_per_second": "between hosts",
     "device_total_bytes": "device has",

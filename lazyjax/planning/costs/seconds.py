@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from lazyjax.hardware.profile import HardwareProfile
 from lazyjax.models.attention import layout_of, writes_out
@@ -32,6 +32,7 @@ from lazyjax.planning.program.contention import Contention
 from lazyjax.planning.program.schedule import (
     COMPUTE_ACTIONS,
     Action,
+    BufferRole,
     ModelSizes,
     Operation,
     Schedule,
@@ -169,9 +170,12 @@ class Costs:
             case Action.GATHER | Action.REDUCE_SCATTER:
                 return profile.collective_seconds(operation.bytes)
             case Action.LOAD | Action.LOAD_STATE | Action.LOAD_PARAMETERS:
-                return _nvme_seconds(profile, operation.bytes, "nvme_read_bytes_per_second")
+                # Of what an update reads, the gradient alone is not written back.
+                spent = _gradient_bytes(operation)
+                beside_writes = _nvme_seconds(profile, operation.bytes - spent, "read")
+                return beside_writes + _nvme_seconds(profile, spent, "read", alone=True)
             case Action.SPILL | Action.SPILL_STATE | Action.SPILL_GRADIENT:
-                return _nvme_seconds(profile, operation.bytes, "nvme_write_bytes_per_second")
+                return _nvme_seconds(profile, operation.bytes, "write")
             case Action.UPDATE:
                 return self.update_seconds(operation.layer)
             case _:
@@ -290,11 +294,22 @@ def _work_seconds(profile: HardwareProfile, work: Work) -> float:
     )
 
 
-def _nvme_seconds(profile: HardwareProfile, device_bytes: int, figure: str) -> float:
-    """Seconds for the shards of all devices of a host; `figure` names the profile's rate."""
-    rate = getattr(profile, figure)
+def _gradient_bytes(operation: Operation) -> int:
+    """Of what an operation brings up."""
+    brought = operation.allocates
+    return sum(one.bytes for one in brought if one.place.buffer.role is BufferRole.GRADIENT)
+
+
+def _nvme_seconds(
+    profile: HardwareProfile, device_bytes: int, direction: Literal["read", "write"], *, alone: bool = False
+) -> float:
+    """Seconds for the shards of a host's devices, while as much goes the other way, or nothing (`alone`)."""
+    figure = f"nvme_{direction}_bytes_per_second"
+    rate: float | None = getattr(profile, figure)
     if rate is None:
         raise CostError(f"profile {profile.name}: the plan uses NVMe, {figure} is missing")
+    if profile.nvme_shared_bytes_per_second is not None and not alone:
+        rate = min(rate, profile.nvme_shared_bytes_per_second / 2)
     return device_bytes * profile.devices_per_host / rate
 
 

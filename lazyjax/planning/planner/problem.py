@@ -16,8 +16,10 @@ from lazyjax.planning.program.contention import NO_CONTENTION, Contention
 from lazyjax.planning.program.operations import (
     RESOURCE_OF,
     Action,
+    Allocation,
     ModelSizes,
     Operation,
+    Place,
     WorkingBytes,
     no_working_bytes,
 )
@@ -124,11 +126,15 @@ class Problem:
         )
         return self.seconds(operation)
 
-    def transfer_seconds(self, action: Action, layer: int, moved: int, times: int = 1) -> float:
-        """Seconds for `times` transfers of `moved` bytes; nothing moved takes no time."""
+    def transfer_seconds(self, action: Action, layer: int, place: Place, times: int = 1) -> float:
+        """Seconds for `times` transfers of what comes to `place`, or leaves it; no bytes take no time."""
+        moved = self.sizes.of(place.buffer)
         if not moved or not times:
             return 0.0
-        return times * self.seconds(Operation(0, action, RESOURCE_OF[action], layer, None, 0, bytes=moved))
+        transfer = Operation(
+            0, action, RESOURCE_OF[action], layer, None, 0, bytes=moved, allocates=(Allocation(place, moved),)
+        )
+        return times * self.seconds(transfer)
 
 
 def save_options(name_sets: Sequence[Iterable[str]], tiers: Sequence[Tier]) -> tuple[Mapping[str, Tier], ...]:

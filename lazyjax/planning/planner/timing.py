@@ -95,8 +95,7 @@ class TimeModel:
             return Affine(self.problem.seconds(update))
         if operation.action not in COMPUTE_ACTIONS:
             for change, condition in operation.moves.items():
-                moved = self.problem.sizes.of(change.place.buffer)
-                total.add(condition, self._moving_seconds(operation, moved, change.times))
+                total.add(condition, self._moving_seconds(operation, change))
             return total
         if operation.action not in (Action.FORWARD, Action.BACKWARD):
             for layer, condition in operation.parts:
@@ -106,8 +105,8 @@ class TimeModel:
             total.add(condition, self._compute_seconds(operation, operation.layer, names))
         return total
 
-    def _moving_seconds(self, operation: LiftedOperation, moved: int, times: int) -> float:
-        return self.problem.transfer_seconds(operation.action, operation.layer, moved, times)
+    def _moving_seconds(self, operation: LiftedOperation, change: Change) -> float:
+        return self.problem.transfer_seconds(operation.action, operation.layer, change.place, change.times)
 
     def _compute_seconds(self, operation: LiftedOperation, layer: int, saved: tuple[str, ...]) -> float:
         if self.problem.by_layer:
