@@ -394,6 +394,21 @@ def test_where_the_gap_stays_open_copies_may_be_under_way_for_longer(request_, m
     assert found.layer_period_seconds == min(period for period in periods.values() if period is not None)
 
 
+def test_longer_copies_need_no_plan_that_fits_to_start_from(request_, monkeypatch):
+    """They hold memory for longer: where the plan found before does not fit, the relaxation leads to one."""
+
+    class Roomless(Program):
+        def fits(self, values):
+            return self.problem.settings.offload_window == 2 and super().fits(values)
+
+    monkeypatch.setattr(search, "Program", Roomless)
+    monkeypatch.setattr(search, "_branch", lambda of, one, *rest: setattr(one, "bound_seconds", math.inf))
+    tight = dataclasses.replace(request_, microbatches=1, prefetch=2, backward_prefetch=2)
+    found = find_plan(tight, time_limit_seconds=LIMIT, relative_gap=0.0)
+    periods = {attempt.settings.offload_window: attempt.period_seconds for attempt in found.attempts}
+    assert periods[4] is not None
+
+
 def test_command_refuses_before_it_solves(tmp_path, monkeypatch):
     monkeypatch.setattr(service, "find_plan", None)
     question = "--model SmolLM2-135M --hardware rtx3090 --seq 64 --no-cache".split()

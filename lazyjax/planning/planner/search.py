@@ -283,7 +283,11 @@ def _lengthen_offloads(
     solver: str | None,
     progress: Callable[[str], None],
 ) -> None:
-    """Descent from the best plan with copies out under way for longer, where it is not close enough."""
+    """Descent with copies out under way for longer, where the best plan is not close enough.
+
+    From the best plan where it fits, for longer copies take memory for longer; else, or where that does not
+    come close enough either, from the relaxation.
+    """
     if search.best is None or search.bound_seconds >= search.target_seconds or time.monotonic() >= deadline:
         return
     settings = with_long_offloads(search.best[0].settings)
@@ -296,7 +300,12 @@ def _lengthen_offloads(
     for start in search.starts(candidate, ()):
         if program.fits(start):
             search.offer(candidate, program.descend_from(start, deadline, enough))
-            progress(f"{_name(settings)}, longer offloads: {candidate.period_seconds:.3f} s")
+    if search.bound_seconds < search.target_seconds and time.monotonic() < deadline:
+        values = program.descend((), deadline, enough)
+        if values is not None:
+            search.offer(candidate, values)
+    if candidate.period_seconds is not None:
+        progress(f"{_name(settings)}, longer offloads: {candidate.period_seconds:.3f} s")
 
 
 def _start_lean(request: Request, search: _Search, candidates: Sequence[_Candidate]) -> None:
