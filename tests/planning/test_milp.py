@@ -19,8 +19,10 @@ from lazyjax.planning.plan.document import Boundary, PlanError
 from lazyjax.planning.planner.batch_replay import BatchReplay
 from lazyjax.planning.planner.choices import Choices
 from lazyjax.planning.planner.leanest import least_missing, memory_shortfall, nearest
+from lazyjax.planning.planner.linear import Answer
 from lazyjax.planning.planner.memory import memory_rows
 from lazyjax.planning.planner.milp import Program, solvers
+from lazyjax.planning.planner.solver_worker import _bound
 from lazyjax.planning.planner.timing import TimeModel
 from lazyjax.planning.program.schedule import Action
 from lazyjax.specs import Tier
@@ -125,6 +127,31 @@ def test_relaxation_and_cutoff():
     assert solve(problem, cutoff_seconds=solution.period_seconds * 0.99).plan is None
     again = solve(problem, warm_start=solution.plan, relative_gap=1e-9)
     assert again.period_seconds == pytest.approx(solution.period_seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("said", [1.7e308, 1.5])
+def test_a_bound_above_a_plan_in_hand_closes_nothing(said):
+    """CBC, stopped before it has a bound, gives the largest number for one."""
+    problem = next(p for p in map(small_problem, range(50)) if solve(p).plan is not None)
+    start = Choices(problem).encode(solve(problem).plan)
+    program = Program(problem)
+    relaxed, period = program.relax(), program.model.period(start)
+
+    class Stopped:
+        def solve(self, linear, question):
+            return Answer("unknown", math.inf, said * period / program.linear.time_unit, None)
+
+    program.process = Stopped()
+    given = {"cutoff_seconds": math.inf, "deadline": math.inf, "relative_gap": -1.0}
+    values, bound = program.branch(start, **given)
+    assert (values.tolist(), bound) == (start.tolist(), relaxed)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"), [(None, -math.inf), (1.7e308, -math.inf), (-1e308, -math.inf), (2, 2.0)]
+)
+def test_the_largest_number_is_no_bound(said, expected):
+    assert _bound(said) == expected
 
 
 def test_shortfall_is_exactly_what_is_missing():

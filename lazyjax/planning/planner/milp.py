@@ -30,6 +30,8 @@ _RELAX_SECONDS = 30.0
 _TIME_UNITS, _EXACT_TIME_UNITS = 4e2, 4e6
 #: Relative gain for which descent is worth another round.
 _LEAST_GAIN = 1e-4
+#: By how much of itself a solver's bound may exceed a plan's period and still be rounding.
+_BOUND_TOLERANCE = 1e-3
 
 
 class Program:
@@ -166,7 +168,10 @@ class Program:
             found = self.linear.binaries_of(answer).round()
             if self.model.period(found) < period:
                 start = found
-        return start, max(bound, min(proven, cutoff_seconds))
+        if proven > period * (1 + _BOUND_TOLERANCE):
+            # A plan below it is in hand: the bound is none.
+            return start, bound
+        return start, max(bound, min(proven, period, cutoff_seconds))
 
     def objective(self, values: Binaries) -> float:
         """Seconds that the program gives an assignment; a replay must give the same.

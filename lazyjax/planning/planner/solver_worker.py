@@ -29,6 +29,8 @@ _HIGHS_LIBRARY = "PMIP_HIGHS_LIBRARY"
 #: HiGHS keeps one pool of threads per process and refuses another number later.
 _THREADS = 2
 _PARENT_POLL_SECONDS = 2.0
+#: Objectives are periods in units of about a thousandth; beyond this a bound is not one.
+_NO_BOUND = 1e30
 
 
 class Request(NamedTuple):
@@ -130,7 +132,7 @@ class _Model:
         optimal = status is statuses.OPTIMAL
         if relaxed and not optimal:
             return Answer("unknown", math.inf, -math.inf, None)
-        bound = -math.inf if model.objective_bound is None else float(model.objective_bound)
+        bound = _bound(model.objective_bound)
         if not model.num_solutions and not relaxed:
             return Answer("unknown", math.inf, bound, None)
         values = array.array("d", (column.x for column in self.columns))
@@ -138,6 +140,11 @@ class _Model:
         return Answer(
             "optimal" if optimal else "feasible", objective, objective if relaxed else bound, values
         )
+
+
+def _bound(said: float | None) -> float:
+    """A proven bound; what a solver says that was stopped before it had one (the largest number) is none."""
+    return -math.inf if said is None or abs(said) >= _NO_BOUND else float(said)
 
 
 def serve(connection: Connection) -> None:
