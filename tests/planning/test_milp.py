@@ -148,7 +148,7 @@ def test_a_bound_above_a_plan_in_hand_closes_nothing(said):
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"), [(None, -math.inf), (1.7e308, -math.inf), (-1e308, -math.inf), (2, 2.0)]
+    ("said", "expected"), [(None, -math.inf), (1.7e308, -math.inf), (-1e308, -math.inf), (2.5, 2.5)]
 )
 def test_the_largest_number_is_no_bound(said, expected):
     assert _bound(said) == expected
