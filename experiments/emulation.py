@@ -257,7 +257,7 @@ class EmulatedKernels:
 
         return run
 
-    def loss(self, accumulates: bool, last: bool) -> LossKernel:
+    def loss(self, head_chunk: int, accumulates: bool, last: bool) -> LossKernel:
         """See `Kernels.loss`."""
         head, embed = self.template.kind(len(self.template.spec.layers) - 1), self.template.kind(0)
         tied = self.template.spec.tied
@@ -265,7 +265,7 @@ class EmulatedKernels:
         def run(
             accumulator: Any, table_accumulator: Any, slab: Any, table: Any, x: Any, batch: Any, scale: Any
         ) -> Any:
-            facts = {"accumulates": accumulates, "last": last}
+            facts = {"accumulates": accumulates, "last": last, "head_chunk": head_chunk}
             end = self._run(head, Action.LOSS, [accumulator, table_accumulator, slab, table, x], **facts)
             table_result = self._gradient(embed, False, end) if tied else None
             return (
@@ -278,7 +278,7 @@ class EmulatedKernels:
 
         return run
 
-    def evaluation_loss(self) -> EvaluationKernel:
+    def evaluation_loss(self, head_chunk: int) -> EvaluationKernel:
         """Not emulated."""
         raise NotImplementedError("evaluation is not emulated")
 

@@ -96,7 +96,7 @@ class FixedCosts:
     def save_sets(self, kind):
         return ()
 
-    def working_bytes(self, action, layer, saved):
+    def working_bytes(self, action, layer, saved, head_chunk=None):
         return 10**9
 
     def operation_flops(self, operation):

@@ -126,11 +126,11 @@ class IdleKernels:
         return self._idle(self._kernels.embed_backward(accumulates, last))
 
     @functools.cache  # noqa: B019
-    def loss(self, accumulates: bool, last: bool) -> Callable[..., Any]:
+    def loss(self, head_chunk: int, accumulates: bool, last: bool) -> Callable[..., Any]:
         """See `Kernels.loss`."""
-        return self._idle(self._kernels.loss(accumulates, last))
+        return self._idle(self._kernels.loss(head_chunk, accumulates, last))
 
-    def evaluation_loss(self) -> Callable[..., Any]:
+    def evaluation_loss(self, head_chunk: int) -> Callable[..., Any]:
         """Not needed."""
         raise NotImplementedError("nothing is evaluated")
 

@@ -194,7 +194,10 @@ def compare_memory(seed: int, *, only_state: bool = False) -> MemoryComparison:
     problem = dataclasses.replace(
         problem, settings=settings, boundary_homes=tuple(Tier), state_home=Tier.NVME,
         saves=tuple(save_options(own, tuple(Tier)) for own in sets), static_host_bytes=masters,
-        working_bytes=lambda action, layer, saved: 3 * layer + 5 * len(saved) + len(action.value) * count,
+        working_bytes=lambda action, layer, saved, head_chunk: (
+            3 * layer + 5 * len(saved) + len(action.value) * count + (head_chunk or 0)
+        ),
+        head_chunks=(7, 40, 300)[: 1 + seed % 3],
     )  # fmt: skip
     if only_state:
         problem = dataclasses.replace(problem, owned_sets=(frozenset(), frozenset([Part.STATE])))

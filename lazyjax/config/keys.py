@@ -318,6 +318,8 @@ class PlanConfig(_Group):
             without them, all but the blocks' inputs is computed again.
         token_chunk: tokens of a row that a block computes at a time; left out, the `milp` planner decides it
             where rows are longer than 8192 tokens, and else it is the whole row.
+        head_chunk: tokens of a microbatch whose logits exist at once; left out, the `milp` planner decides
+            it, and other planners take 1024.
         devices: how many share every batch and every slab; of several processes all, where it is left out.
         nvme_folder: a folder on an NVMe drive; without one, plans use host memory instead.
         nvme_folders: several, on drives of their own, in place of one (a,b on the command line).
@@ -345,6 +347,7 @@ class PlanConfig(_Group):
     interlayer_home: Literal["device", "host"] | None = None
     keep_residuals: bool = True
     token_chunk: PositiveInt | None = None
+    head_chunk: PositiveInt | None = None
     devices: PositiveInt = 1
     nvme_folder: PathKey | None = None
     nvme_folders: Annotated[tuple[PathKey, ...], pydantic.BeforeValidator(_listed)] | None = None

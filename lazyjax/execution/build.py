@@ -129,7 +129,6 @@ def build_executor(
     compute_dtype: str = "bfloat16",
     clip: ClipRule,
     mesh: Mesh | None = None,
-    head_chunk_tokens: int = 1024,
     nvme_folder: pathlib.Path | None = None,
 ) -> Executor:
     """An executor for a template, with kernels of its own."""
@@ -138,6 +137,5 @@ def build_executor(
         mesh=mesh if mesh is not None else data_mesh(),
         compute_dtype=compute_dtype,
         gradient_dtype=store.gradient_dtype,
-        head_chunk_tokens=head_chunk_tokens,
     )
     return executor_of(kernels, plan, store, optimizer, clip=clip, nvme_folder=nvme_folder)

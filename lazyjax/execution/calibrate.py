@@ -136,7 +136,8 @@ class _Calls:
                 tied = self.spec.tied
                 table = self._parameters(0) if tied else None
                 scale = jnp.float32(1.0)
-                return self.kernels.loss(key.accumulates, key.last), lambda: (
+                assert key.head_chunk is not None
+                return self.kernels.loss(key.head_chunk, key.accumulates, key.last), lambda: (
                     accumulator(), accumulator(0) if tied else None,
                     params, table, self.x_BTD, self.batch, scale,
                 )  # fmt: skip

@@ -85,10 +85,10 @@ class DeviceWork:
         """Head and loss, forward and backward."""
         layer, (microbatch, batch) = operation.layer, self._microbatch(operation)
         tied, device = self._schedule.sizes.tied, self._buffers.device
+        assert operation.head_chunk is not None
         accumulator, table = Buffer(BufferRole.ACCUMULATOR, layer), Buffer(BufferRole.ACCUMULATOR, 0)
-        loss, x_gradient, result, table_result, token = self._kernels.loss(
-            operation.accumulates, operation.last
-        )(
+        kernel = self._kernels.loss(operation.head_chunk, operation.accumulates, operation.last)
+        loss, x_gradient, result, table_result, token = kernel(
             device[accumulator] if operation.accumulates else None,
             device[table] if tied and operation.accumulates else None,
             self._parameters(layer),

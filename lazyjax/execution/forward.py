@@ -41,7 +41,7 @@ class ForwardPass:
 
     def loss_sum(self, batch: Batch, plan: Plan) -> float:
         """Sum of -log p over the target tokens of `batch`, within the limits of `plan`."""
-        kernel = self._kernels.evaluation_loss()
+        kernel = self._kernels.evaluation_loss(plan.head_chunk)
         parts = self._run(batch, plan, lambda head, table, x, part: kernel(head, table, x, part))
         return float(np.sum(np.asarray(self._copies.read_scalars(list(parts)), np.float64)))
 

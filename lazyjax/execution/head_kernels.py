@@ -33,16 +33,16 @@ from lazyjax.models.template import Context, ModelTemplate
 class HeadKernels:
     """Kernels of one template on one placement; compiled at first use and kept.
 
-    Args:
-        chunk_tokens: tokens whose logits exist at once.
+    `chunk_tokens` are the tokens (of a device) whose logits exist at once. Losses and gradients depend on it
+    by the order of sums only.
     """
 
-    def __init__(self, template: ModelTemplate, placement: Placement, chunk_tokens: int) -> None:
-        self.template, self.placement, self.head_chunk_tokens = template, placement, chunk_tokens
+    def __init__(self, template: ModelTemplate, placement: Placement) -> None:
+        self.template, self.placement = template, placement
         self._kind = template.kind(len(template.spec.layers) - 1)
 
     @functools.cache  # noqa: B019
-    def loss(self, accumulates: bool, last: bool) -> LossKernel:
+    def loss(self, chunk_tokens: int, accumulates: bool, last: bool) -> LossKernel:
         """The head and the cross-entropy, forward and backward at once.
 
         (accumulator | None, table accumulator | None, parameters, table parameters | None, x, batch, scale)
@@ -72,8 +72,7 @@ class HeadKernels:
             start_VD = gathering.start(table_totals, position)
             normed_BTD, norm_pullback = jax.vjp(lambda p, x: head.apply(p, x, batch.context), params, x_BTD)
             loss, normed_gradient_BTD, table_gradient_VD = cross_entropy_and_gradients(
-                normed_BTD, table_VD, batch.targets_BT, batch.loss_mask_BT, scale, self.head_chunk_tokens,
-                start_VD,
+                normed_BTD, table_VD, batch.targets_BT, batch.loss_mask_BT, scale, chunk_tokens, start_VD,
             )  # fmt: skip
             gradients, x_gradient_BTD = norm_pullback(normed_gradient_BTD)
             table_result = None
@@ -98,7 +97,7 @@ class HeadKernels:
         return jax.jit(self.placement.on_each_device(head_and_loss, takes, gives), donate_argnums=(0, 1))
 
     @functools.cache  # noqa: B019
-    def evaluation_loss(self) -> EvaluationKernel:
+    def evaluation_loss(self, chunk_tokens: int) -> EvaluationKernel:
         """(parameters, table parameters | None, x, batch) -> sum of -log p over unmasked targets."""
 
         @jax.jit
@@ -106,9 +105,7 @@ class HeadKernels:
             given: Parameters, given_table: Parameters | None, x_BTD: Array, batch: DeviceBatch
         ) -> Array:
             normed_BTD, table_VD = self._normed(given, given_table, x_BTD, batch.context)
-            return cross_entropy(
-                normed_BTD, table_VD, batch.targets_BT, batch.loss_mask_BT, self.head_chunk_tokens
-            )
+            return cross_entropy(normed_BTD, table_VD, batch.targets_BT, batch.loss_mask_BT, chunk_tokens)
 
         return evaluate
 

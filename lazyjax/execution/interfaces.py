@@ -140,11 +140,11 @@ class LayerKernels(Protocol):
         """Backward pass of one microbatch through the embedding."""
         ...
 
-    def loss(self, accumulates: bool, last: bool) -> LossKernel:
-        """Head and loss of one microbatch, forward and backward."""
+    def loss(self, head_chunk: int, accumulates: bool, last: bool) -> LossKernel:
+        """Head and loss of one microbatch, forward and backward, so many tokens' logits at a time."""
         ...
 
-    def evaluation_loss(self) -> EvaluationKernel:
+    def evaluation_loss(self, head_chunk: int) -> EvaluationKernel:
         """Head and loss of one microbatch, forward only."""
         ...
 

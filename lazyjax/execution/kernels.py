@@ -70,14 +70,12 @@ class Kernels:
     Attributes:
         compute_dtype: dtype of parameters and activations, `bfloat16` or `float32`.
         gradient_dtype: dtype in which gradients leave the device.
-        head_chunk_tokens: tokens whose logits exist at once.
     """
 
     template: ModelTemplate
     mesh: Mesh
     compute_dtype: str = "bfloat16"
     gradient_dtype: str = "bfloat16"
-    head_chunk_tokens: int = 1024
 
     def __post_init__(self) -> None:
         assert self.placement  # says what is wrong with a dtype
@@ -101,7 +99,7 @@ class Kernels:
     @functools.cached_property
     def head(self) -> HeadKernels:
         """The kernels of the last layer."""
-        return HeadKernels(self.template, self.placement, self.head_chunk_tokens)
+        return HeadKernels(self.template, self.placement)
 
     @property
     def devices(self) -> int:
@@ -200,13 +198,13 @@ class Kernels:
         program = self.placement.on_each_device(backward_embedding, (SPLIT, SPLIT, SPLIT), (SPLIT, WHOLE))
         return jax.jit(program, donate_argnums=() if last else 0)
 
-    def loss(self, accumulates: bool, last: bool) -> LossKernel:
+    def loss(self, head_chunk: int, accumulates: bool, last: bool) -> LossKernel:
         """See `HeadKernels.loss`."""
-        return self.head.loss(accumulates, last)
+        return self.head.loss(head_chunk, accumulates, last)
 
-    def evaluation_loss(self) -> EvaluationKernel:
+    def evaluation_loss(self, head_chunk: int) -> EvaluationKernel:
         """See `HeadKernels.evaluation_loss`."""
-        return self.head.evaluation_loss()
+        return self.head.evaluation_loss(head_chunk)
 
     def logits(self) -> LogitsKernel:
         """See `HeadKernels.logits`."""

@@ -24,7 +24,7 @@ from lazyjax.planning.costs.bare import without_residuals
 from lazyjax.planning.costs.packing import Packing
 from lazyjax.planning.costs.probes import block_shapes, update_probe
 from lazyjax.planning.costs.seconds import Costs, template_costs
-from lazyjax.planning.planner.question import CostModel, Request, Tables
+from lazyjax.planning.planner.question import HEAD_CHUNKS, CostModel, Request, Tables
 from lazyjax.planning.planner.request import build_request
 from lazyjax.specs import Part
 from lazyjax.training.reserves import NOTHING_BESIDE, Beside, reserved_bytes
@@ -33,6 +33,7 @@ from lazyjax.training.timed_costs import (
     kernel_bytes,
     time_kernels,
     timed_costs,
+    timed_head_chunks,
     timed_rows,
     timing_seconds,
 )
@@ -93,11 +94,14 @@ def make_request(
     if not may_time:
         return request
     # The request has checked that the batch can be split at all: now there are sizes to time.
-    costs = _timed_costs(config, template, profile, kernels, console, microbatches, packing)
-    if costs is None:
+    timed = _timed_costs(config, template, profile, kernels, console, microbatches, packing)
+    if timed is None:
         return request
     # Kernels of other chunks of tokens were not timed.
-    return _as_allowed(config, dataclasses.replace(request, costs=costs, chunked=None))
+    costs, head_chunks = timed
+    return _as_allowed(
+        config, dataclasses.replace(request, costs=costs, chunked=None, head_chunks=head_chunks)
+    )
 
 
 def _at_the_path(profile: HardwareProfile, slab_path: PathChoice | None, devices: int) -> HardwareProfile:
@@ -153,6 +157,8 @@ def _of_devices(config: Config, profile: HardwareProfile) -> HardwareProfile:
 
 def _as_allowed(config: Config, request: Request) -> Request:
     """The request, without the choices that a configuration takes from the planner."""
+    if config.plan.head_chunk is not None:
+        request = dataclasses.replace(request, head_chunks=(config.plan.head_chunk,))
     if config.plan.keep_residuals:
         return request
 
@@ -225,8 +231,11 @@ def _timed_costs(
     console: Console | None,
     microbatches: int | None,
     packing: Packing | None,
-) -> Callable[[int], Costs] | None:
-    """Rows of a microbatch -> costs, from kernels of one size or two, timed now; None: rates have to do."""
+) -> tuple[Callable[[int], Costs], tuple[int, ...]] | None:
+    """Rows of a microbatch -> costs, from kernels of one size or two, timed now; and their head chunks.
+
+    None: rates have to do.
+    """
     if template.token_chunk is not None:
         # The run's kernels belong to the whole template; those of chunks are timed by themselves.
         kernels = None
@@ -246,7 +255,10 @@ def _timed_costs(
         fits=lambda size: kernel_bytes(predicted(size)) <= capacity,
     )
     words = " and ".join(map(str, sizes))
-    expected = timing_seconds(predicted, template, sizes, batch_rows=batch_rows)
+    fixed = config.plan.head_chunk
+    allowed = HEAD_CHUNKS if fixed is None else (fixed,)
+    head_chunks = functools.partial(timed_head_chunks, predicted, allowed, capacity)
+    expected = timing_seconds(predicted, template, sizes, batch_rows=batch_rows, head_chunks=head_chunks)
     if config.plan.hardware == AUTO and expected > _AUTO_SECONDS:
         say(
             console,
@@ -256,11 +268,17 @@ def _timed_costs(
         return None
     with stage(console, f"calibrating: timing kernels of microbatches of {words} rows") as advance:
         timed = time_kernels(
-            predicted, kernels, sizes, batch_rows=batch_rows, packing=packing, advance=advance
+            predicted,
+            kernels,
+            sizes,
+            batch_rows=batch_rows,
+            packing=packing,
+            head_chunks=head_chunks,
+            advance=advance,
         )
 
     @functools.cache
     def costs(microbatch_rows: int) -> Costs:
         return timed_costs(predicted, timed, microbatch_rows=microbatch_rows)
 
-    return costs
+    return costs, tuple(sorted({tokens for size in sizes for tokens in head_chunks(size)}))

@@ -192,8 +192,13 @@ def replan(
     def costs_of(microbatch_rows: int) -> CostModel:
         return costs if microbatch_rows == costs.microbatch_rows else request.costs(microbatch_rows)
 
+    # The head was timed with one chunk.
     same = dataclasses.replace(
-        request, costs=costs_of, microbatches=running.microbatches, interlayer_home=running.interlayer_home
+        request,
+        costs=costs_of,
+        microbatches=running.microbatches,
+        interlayer_home=running.interlayer_home,
+        head_chunks=(running.head_chunk,),
     )
     found = find_plan(same, time_limit_seconds=time_limit_seconds, warm_starts=[running])
     for failure in dict.fromkeys(found.failures):

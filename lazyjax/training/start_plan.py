@@ -160,6 +160,8 @@ def fixed_plan(config: Config, template: ModelTemplate) -> Plan:
     else:
         rule, fixed = BASELINES[config.plan.planner], {**given_fields(config), **_made_for(config)}
         names = _names(template.in_chunks(config.plan.token_chunk))
+        if config.plan.head_chunk is not None:
+            fixed["head_chunk"] = config.plan.head_chunk
         plan = rule(template.spec, names, **batch, **fixed, token_chunk=config.plan.token_chunk)
         if not config.plan.drives:
             plan = without_nvme(plan)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,12 +28,13 @@ from lazyjax.models.template import ModelTemplate
 from lazyjax.planning.costs.packing import Packing
 from lazyjax.planning.costs.seconds import Costs, MeasuredKey, measured_key
 from lazyjax.planning.plan.baselines import keep_all, recompute_all
-from lazyjax.planning.planner.question import microbatch_counts
+from lazyjax.planning.plan.document import HEAD_CHUNK, Plan
+from lazyjax.planning.planner.question import distinct_head_chunks, microbatch_counts
 from lazyjax.planning.program.schedule import COMPUTE_ACTIONS, Action, Operation, build_schedule
 from lazyjax.training.status import Advance
 
-#: A kernel whatever it does with gradients: layer kind, phase, saved names.
-_Group = tuple[str, Action, tuple[str, ...]]
+#: A kernel whatever it does with gradients: layer kind, phase, saved names, head chunk.
+_Group = tuple[str, Action, tuple[str, ...], int | None]
 
 
 #: Calls of a kernel while it is timed: one that compiles, three repeats of two.
@@ -61,38 +63,73 @@ def timed_rows(
     return tuple(sorted({sizes[0], largest}))
 
 
-def kernel_bytes(costs: Costs) -> int:
+def kernel_bytes(costs: Costs, head_chunk: int = HEAD_CHUNK) -> int:
     """Device bytes of the largest kernel call that is timed, with operands and results."""
     layers = costs.sizes.layers
     most = 0
     for index, layer in enumerate(layers):
-        action = Action.LOSS if index == len(layers) - 1 else Action.BACKWARD
-        names = tuple(layer.residual_bytes)
+        is_head, names = index == len(layers) - 1, tuple(layer.residual_bytes)
+        action, tokens = (Action.LOSS, head_chunk) if is_head else (Action.BACKWARD, None)
         operands = layer.parameter_bytes + layer.accumulator_bytes + layer.gradient_bytes
         if costs.sizes.shared:
             # The whole layer, and the gradient of a device's own rows.
             operands = costs.sizes.devices * (layer.parameter_bytes + layer.accumulator_bytes)
         activations = 4 * max(size.input_bytes for size in layers) + sum(layer.residual_bytes.values())
-        most = max(most, operands + activations + costs.working_bytes(action, index, names))
+        most = max(most, operands + activations + costs.working_bytes(action, index, names, tokens))
     return most
 
 
+#: Rows of a microbatch -> tokens whose logits may exist at once.
+HeadChunks = Callable[[int], Sequence[int]]
+
+
+def usual_head_chunk(microbatch_rows: int) -> tuple[int]:
+    """That of plans that rules make."""
+    del microbatch_rows
+    return (HEAD_CHUNK,)
+
+
+def timed_head_chunks(
+    predicted: Callable[[int], Costs], allowed: Sequence[int], device_bytes: int, microbatch_rows: int
+) -> tuple[int, ...]:
+    """The head's chunks worth timing: the usual one, and larger ones whose kernels fit the device."""
+    costs = predicted(microbatch_rows)
+    distinct = distinct_head_chunks(
+        allowed,
+        costs,
+        head=len(costs.spec.layers) - 1,
+        device_rows=microbatch_rows // costs.profile.devices,
+        sequence_length=costs.sequence_length,
+    )
+    first, *more = [tokens for tokens in distinct if len(allowed) == 1 or tokens >= HEAD_CHUNK]
+    return (first, *(tokens for tokens in more if kernel_bytes(costs, tokens) <= device_bytes))
+
+
 def timing_seconds(
-    predicted: Callable[[int], Costs], template: ModelTemplate, sizes: Sequence[int], *, batch_rows: int
+    predicted: Callable[[int], Costs],
+    template: ModelTemplate,
+    sizes: Sequence[int],
+    *,
+    batch_rows: int,
+    head_chunks: HeadChunks = usual_head_chunk,
 ) -> float:
     """About how long `time_kernels` takes: compiling, and calls as long as the rates say."""
     return sum(
         _COMPILE_SECONDS + _CALLS * predicted(size).operation_seconds(operation)
-        for size, by_key in _operations(predicted, template, sizes, batch_rows).items()
+        for size, by_key in _operations(predicted, template, sizes, batch_rows, head_chunks).items()
         for key, operation in by_key.items()
         if not _follows(key)
     )
 
 
 def _operations(
-    predicted: Callable[[int], Costs], template: ModelTemplate, sizes: Sequence[int], batch_rows: int
+    predicted: Callable[[int], Costs],
+    template: ModelTemplate,
+    sizes: Sequence[int],
+    batch_rows: int,
+    head_chunks: HeadChunks,
 ) -> dict[int, dict[MeasuredKey, Operation]]:
-    """Rows of a microbatch -> kernel -> an operation that calls it, of two opposite plans."""
+    """Rows of a microbatch -> kernel -> an operation that calls it, of two opposite plans a head chunk."""
     names = [template.kind(index).residual_names for index in range(len(template.spec.layers))]
     operations: dict[int, dict[MeasuredKey, Operation]] = {}
     for size in sizes:
@@ -104,11 +141,15 @@ def _operations(
         }
         operations[size] = {
             measured_key(operation, template.spec): operation
-            for planner in (recompute_all, keep_all)
-            for operation in build_schedule(planner(template.spec, names, **batch), costs.sizes).operations
+            for tokens, planner in itertools.product(head_chunks(size), (recompute_all, keep_all))
+            for operation in _schedule(planner(template.spec, names, **batch, head_chunk=tokens), costs)
             if operation.action in COMPUTE_ACTIONS
         }
     return operations
+
+
+def _schedule(plan: Plan, costs: Costs) -> tuple[Operation, ...]:
+    return build_schedule(plan, costs.sizes).operations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +168,7 @@ def time_kernels(
     *,
     batch_rows: int,
     packing: Packing | None = None,
+    head_chunks: HeadChunks = usual_head_chunk,
     advance: Advance = lambda what, done, total: None,
 ) -> tuple[TimedSize, ...]:
     """Times the kernels that two opposite plans call, one that recomputes all and one that keeps all.
@@ -136,8 +178,9 @@ def time_kernels(
         sizes: rows of the microbatches to time.
         batch_rows: of the batch.
         packing: of its rows, where they are packed.
+        head_chunks: of the losses to time.
     """
-    operations = _operations(predicted, kernels.template, sizes, batch_rows)
+    operations = _operations(predicted, kernels.template, sizes, batch_rows, head_chunks)
     total, done = sum(not _follows(key) for by_key in operations.values() for key in by_key), 0
     timed = []
     for size, by_key in operations.items():
@@ -214,15 +257,14 @@ def timed_costs(
     share = min(1.0, max(0.0, share))
     seconds, working_bytes = dict[MeasuredKey, float](), dict[MeasuredKey, int]()
     # The smallest microbatches call every kernel; the largest may be the only one of a batch, which
-    # accumulates nothing.
-    for key, operation in low.operations.items():
-        group = _group(key)
-        ratio = share * small.seconds[group] + (1 - share) * large.seconds[group]
+    # accumulates nothing. Head chunks that only the largest has (the smallest has no more tokens) follow it.
+    for key, operation in _with_head_chunks(low.operations, high.operations).items():
+        group = key.without_gradient
+        ratio = _between(small.seconds, large.seconds, group, share)
         seconds[key] = ratio * costs.operation_seconds(operation)
-        if key in low.found.working_bytes:
-            ratio = share * small.working_bytes[group] + (1 - share) * large.working_bytes[group]
-            guess = costs.working_bytes(operation.action, operation.layer, operation.saved)
-            working_bytes[key] = math.ceil(ratio * max(1, guess))
+        if group in large.working_bytes:
+            ratio = _between(small.working_bytes, large.working_bytes, group, share)
+            working_bytes[key] = math.ceil(ratio * max(1, _guessed_bytes(costs, operation)))
     return costs.with_measured(seconds, working_bytes)
 
 
@@ -236,15 +278,37 @@ class _Ratios(NamedTuple):
 def _ratios(costs: Costs, size: TimedSize) -> _Ratios:
     seconds, working_bytes = collections.defaultdict(list), collections.defaultdict(list)
     for key, operation in size.operations.items():
-        seconds[_group(key)].append(size.found.seconds[key] / costs.operation_seconds(operation))
+        seconds[key.without_gradient].append(size.found.seconds[key] / costs.operation_seconds(operation))
         if key in size.found.working_bytes:
-            guess = costs.working_bytes(operation.action, operation.layer, operation.saved)
-            working_bytes[_group(key)].append(size.found.working_bytes[key] / max(1, guess))
+            guess = _guessed_bytes(costs, operation)
+            working_bytes[key.without_gradient].append(size.found.working_bytes[key] / max(1, guess))
     return _Ratios(
         {group: statistics.mean(found) for group, found in seconds.items()},
         {group: max(found) for group, found in working_bytes.items()},
     )
 
 
-def _group(key: MeasuredKey) -> _Group:
-    return key.kind, key.phase, key.saved
+def _guessed_bytes(costs: Costs, operation: Operation) -> int:
+    return costs.working_bytes(operation.action, operation.layer, operation.saved, operation.head_chunk)
+
+
+def _with_head_chunks(
+    operations: Mapping[MeasuredKey, Operation], others: Mapping[MeasuredKey, Operation]
+) -> dict[MeasuredKey, Operation]:
+    """The operations, and their losses with the head chunks of the others as well."""
+    chunks = {key.head_chunk for key in others if key.head_chunk is not None}
+    return dict(operations) | {
+        key._replace(head_chunk=tokens): dataclasses.replace(operation, head_chunk=tokens)
+        for key, operation in operations.items()
+        for tokens in chunks
+        if key.phase is Action.LOSS
+    }
+
+
+def _between(
+    small: Mapping[_Group, float], large: Mapping[_Group, float], group: _Group, share: float
+) -> float:
+    """The ratio of a group, of which `share` is the small end's where that has it."""
+    if group not in small or group not in large:
+        return (small if group in small else large)[group]
+    return share * small[group] + (1 - share) * large[group]

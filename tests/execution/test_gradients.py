@@ -33,7 +33,7 @@ def model(tied: bool) -> ModelTemplate:
 
 @functools.cache
 def kernels(tied: bool, dtype: str = "bfloat16") -> Kernels:
-    return Kernels(model(tied), data_mesh(), compute_dtype=dtype, gradient_dtype=dtype, head_chunk_tokens=16)
+    return Kernels(model(tied), data_mesh(), compute_dtype=dtype, gradient_dtype=dtype)
 
 
 def given(made: Kernels, kind: LayerKind, seed: int = 0) -> Any:
@@ -122,9 +122,9 @@ def test_the_head_adds_to_the_accumulator_of_the_table(tied: bool, last: bool) -
 
     batch, x, scale = random_batch(1), hidden(1, "float32"), jnp.float32(0.1)
     operands = (parameters(head, 2), parameters(embed, 3) if tied else None, x, batch, scale)
-    _, dx, first, table, _ = made.loss(False, False)(None, None, *operands)
+    _, dx, first, table, _ = made.loss(16, False, False)(None, None, *operands)
     expected = [2 * np.asarray(array) for array in (*first, *(table or ()))]
-    again = made.loss(True, last)
+    again = made.loss(16, True, last)
     given_accumulators = (first, table)
     program = compiled(again, *given_accumulators, *operands)
     assert updated_in_place(program) >= 4 * VOCABULARY * HIDDEN

@@ -30,7 +30,7 @@ def _lower(kernel: Any, *arguments: Any) -> None:
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False), ("qwen3_5", False)])
 def test_every_kernel_lowers_for_cuda(family: str, tied: bool, dtype: str, token_chunk: int | None) -> None:
     template = tiny.template(family, tied=tied, blocks=4).in_chunks(token_chunk)
-    kernels = Kernels(template, data_mesh(), compute_dtype=dtype, gradient_dtype=dtype, head_chunk_tokens=64)
+    kernels = Kernels(template, data_mesh(), compute_dtype=dtype, gradient_dtype=dtype)
     spec = template.spec
     x_BTD = _shape(ROWS, TOKENS, spec.hidden_size, dtype=dtype)
     row_BT = _shape(ROWS, TOKENS, dtype="int32")
@@ -60,8 +60,8 @@ def test_every_kernel_lowers_for_cuda(family: str, tied: bool, dtype: str, token
         for last in (False, True):
             _lower(kernels.embed_backward(True, last), accumulator(embed), row_BT, x_BTD)
             _lower(
-                kernels.loss(True, last), accumulator(head), table[1], given(head), table[0], x_BTD, batch,
-                _shape(dtype="float32"),
+                kernels.loss(64, True, last), accumulator(head), table[1], given(head), table[0], x_BTD,
+                batch, _shape(dtype="float32"),
             )  # fmt: skip
-        _lower(kernels.evaluation_loss(), given(head), table[0], x_BTD, batch)
+        _lower(kernels.evaluation_loss(64), given(head), table[0], x_BTD, batch)
         _lower(kernels.logits(), given(head), table[0], x_BTD, batch.context)

@@ -27,6 +27,8 @@ ROWS, LENGTH = 12, 21
 # Where a gradient is zero but for rounding (a key bias), Adam with a tiny epsilon turns its sign into a
 # whole step. An epsilon above the rounding keeps the comparison about the update.
 RATE, CLIP, DECAY, EPS = 1e-3, 0.5, 0.1, 1e-6
+# Several to a microbatch.
+HEAD_CHUNK = 50
 
 
 @functools.cache
@@ -37,7 +39,6 @@ def kernels(model: ModelTemplate, devices: int = 1) -> Kernels:
         data_mesh(jax.devices()[:devices]),
         compute_dtype="float32",
         gradient_dtype="float32",
-        head_chunk_tokens=50,
     )
 
 
@@ -138,6 +139,7 @@ def test_baseline_plans_equal_the_oracle(
         sequence_length=LENGTH,
         microbatches=microbatches,
         interlayer_home="host" if microbatches == 3 and planner != "keep_all" else "device",
+        head_chunk=HEAD_CHUNK,
     )
     check_against_oracle(model, plan, tmp_path)
 
@@ -158,7 +160,7 @@ def mixed_plan(model: ModelTemplate, microbatches: int, **decisions: object) -> 
         sequence_length=LENGTH,
         microbatches=microbatches,
         layers=tuple(layers),
-        **decisions,
+        **({"head_chunk": HEAD_CHUNK} | decisions),
     )
 
 
@@ -190,6 +192,19 @@ def test_rows_of_padding_change_nothing(family: str, tmp_path: pathlib.Path) -> 
         assert tokens == batch.target_tokens
         executor.set_plan(plan.model_copy(update={"microbatches": 1}))
         assert executor.evaluate(batch)[0] == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize(("tied", "head_chunk"), [(True, 20), (False, 100), (True, 1000)])
+def test_chunks_of_the_head_equal_the_oracle(tied: bool, head_chunk: int, tmp_path: pathlib.Path) -> None:
+    """A token of each row at a time (a loop), a few, and all: only the order of sums differs."""
+    model = tiny.template("qwen2", tied=tied)
+    plan = mixed_plan(model, 2, head_chunk=head_chunk)
+    check_against_oracle(model, plan, tmp_path)
+    with executor_for(model, plan, tmp_path) as (executor, _):
+        batch = batches_of()[0]
+        loss, _ = executor.evaluate(batch)
+        executor.set_plan(plan.model_copy(update={"head_chunk": HEAD_CHUNK}))
+        assert executor.evaluate(batch)[0] == pytest.approx(loss, rel=1e-6)
 
 
 def test_token_chunks_equal_the_oracle(tmp_path: pathlib.Path) -> None:

@@ -29,7 +29,7 @@ OPTIMIZERS = {"fp32": Fp32AdamW(), "8 bits": Hybrid8bit()}
 def kernels(tied: bool, compute_dtype: str, devices: int = 1) -> Kernels:
     model = tiny.template("qwen2", tied=tied)
     mesh = data_mesh(jax.devices()[:devices])
-    return Kernels(model, mesh, compute_dtype, "bfloat16", head_chunk_tokens=50)
+    return Kernels(model, mesh, compute_dtype, "bfloat16")
 
 
 def plan_of(model: ModelTemplate, on_nvme: list[frozenset[Part]], **decisions: object) -> Plan:
@@ -41,7 +41,7 @@ def plan_of(model: ModelTemplate, on_nvme: list[frozenset[Part]], **decisions: o
     ]
     return Plan(
         model=model.spec.name, planner="homes", batch_rows=ROWS, sequence_length=LENGTH, microbatches=2,
-        layers=tuple(layers), **decisions,
+        layers=tuple(layers), head_chunk=50, **decisions,
     )  # fmt: skip
 
 

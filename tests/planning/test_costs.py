@@ -156,7 +156,7 @@ def test_block_and_head_flops(tied: bool) -> None:
     attention = 2 * 2 * TOKENS * 4 * 16 * tokens
     forward = costs.operation_flops(_operation(Action.FORWARD, Resource.COMPUTE))
     assert forward == 2 * matrices * tokens + attention
-    loss = costs.operation_flops(_operation(Action.LOSS, Resource.COMPUTE, layer=4))
+    loss = costs.operation_flops(_operation(Action.LOSS, Resource.COMPUTE, layer=4, head_chunk=16))
     assert loss == 6 * tokens * 512 * 64
 
 

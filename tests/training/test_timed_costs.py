@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -15,10 +16,17 @@ from lazyjax.hardware.profile import load_profile
 from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning.costs.packing import packing_of
 from lazyjax.planning.costs.seconds import Costs, template_costs
-from lazyjax.planning.program.schedule import Operation
+from lazyjax.planning.planner.question import HEAD_CHUNKS
+from lazyjax.planning.program.schedule import Action, Operation
 from lazyjax.timeline import Resource
 from lazyjax.training import timed_costs as module
-from lazyjax.training.timed_costs import TimedSize, time_kernels, timed_costs, timed_rows
+from lazyjax.training.timed_costs import (
+    TimedSize,
+    time_kernels,
+    timed_costs,
+    timed_head_chunks,
+    timed_rows,
+)
 from tests import tiny
 
 BATCH, TOKENS = 8, 12
@@ -26,9 +34,9 @@ TEMPLATE = tiny.template("qwen2", tied=True, blocks=2)
 
 
 @functools.cache
-def predicted(rows: int) -> Costs:
+def predicted(rows: int, tokens: int = TOKENS) -> Costs:
     return template_costs(
-        TEMPLATE, load_profile("h800-paper"), microbatch_rows=rows, sequence_length=TOKENS,
+        TEMPLATE, load_profile("h800-paper"), microbatch_rows=rows, sequence_length=tokens,
         optimizer=make_host_optimizer("fp32_adamw"), compute_dtype="float32", gradient_dtype="float32",
     )  # fmt: skip
 
@@ -37,26 +45,27 @@ def predicted(rows: int) -> Costs:
 def timed(monkeypatch):
     """Both ends, on a device that takes 2 + 3 / microbatch_rows times the prediction and twice the bytes."""
 
-    def calibrate(kernels, keys, *, microbatch_rows, progress, **options):
+    def calibrate(kernels, keys, *, microbatch_rows, sequence_length, progress, **options):
         seconds, working_bytes = {}, {}
+        costs = predicted(microbatch_rows, sequence_length)
         for key in keys:
             progress(key)
             layer = [layer.kind for layer in TEMPLATE.spec.layers].index(key.kind)
             operation = Operation(
                 0, key.phase, Resource.COMPUTE, layer, 0, 0,
-                saved=key.saved, accumulates=key.accumulates, last=key.last,
+                saved=key.saved, accumulates=key.accumulates, last=key.last, head_chunk=key.head_chunk,
             )  # fmt: skip
-            seconds[key] = (2 + 3 / microbatch_rows) * predicted(microbatch_rows).operation_seconds(operation)
-            place = (operation.action, operation.layer, operation.saved)
-            guess = predicted(microbatch_rows).working_bytes(*place)
+            seconds[key] = (2 + 3 / microbatch_rows) * costs.operation_seconds(operation)
+            place = (operation.action, operation.layer, operation.saved, operation.head_chunk)
+            guess = costs.working_bytes(*place)
             working_bytes[key] = 2 * max(1, guess)
         return Calibration(seconds, working_bytes)
 
     monkeypatch.setattr(module, "calibrate", calibrate)
 
-    def make(sizes, advance=lambda what, done, total: None) -> tuple[TimedSize, ...]:
+    def make(sizes, costs=predicted, **options) -> tuple[TimedSize, ...]:
         kernels = Kernels(TEMPLATE, data_mesh(), "float32", "float32")
-        return time_kernels(predicted, kernels, sizes, batch_rows=BATCH, advance=advance)
+        return time_kernels(costs, kernels, sizes, batch_rows=BATCH, **options)
 
     return make
 
@@ -100,7 +109,7 @@ def test_other_sizes_follow_in_proportion(timed, rows: int) -> None:
     for operation in ends[0].operations.values():
         expected = (2 + 3 / rows) * predicted(rows).operation_seconds(operation)
         assert costs.operation_seconds(operation) == pytest.approx(expected)
-        place = (operation.action, operation.layer, operation.saved)
+        place = (operation.action, operation.layer, operation.saved, operation.head_chunk)
         assert costs.working_bytes(*place) == math.ceil(2 * max(1, predicted(rows).working_bytes(*place)))
 
 
@@ -120,3 +129,22 @@ def test_progress_names_the_size_and_counts_all_kernels(timed) -> None:
     assert [(done, of) for _, done, of in seen] == [(done, total) for done in range(total)]
     assert seen[0][0] == "timing kernels of microbatches of 1 rows"
     assert seen[-1][0] == "timing kernels of microbatches of 8 rows"
+
+
+def test_chunks_of_the_head_are_timed_where_they_differ(timed) -> None:
+    """1 to 8 rows of 512 tokens: only those of the largest microbatches are more than 1024."""
+    long = functools.partial(predicted, tokens=512)
+    assert timed_head_chunks(long, HEAD_CHUNKS, 10**12, 1) == (1024,)
+    assert timed_head_chunks(long, HEAD_CHUNKS, 10**12, 8) == (1024, 4096)
+    assert timed_head_chunks(long, HEAD_CHUNKS, 0, 8) == (1024,)
+    assert timed_head_chunks(long, (300,), 10**12, 8) == (300,)
+    ends = timed((1, 8), long, head_chunks=functools.partial(timed_head_chunks, long, HEAD_CHUNKS, 10**12))
+    chunks = [[key.head_chunk for key in end.operations if key.phase is Action.LOSS] for end in ends]
+    assert [set(own) for own in chunks] == [{1024}, {1024, 4096}]
+    costs = timed_costs(long, ends, microbatch_rows=4)
+    for tokens, ratio in ((1024, 2 + 3 / 4), (4096, 2 + 3 / 8)):
+        loss = next(o for o in ends[0].operations.values() if o.action is Action.LOSS and o.accumulates)
+        loss = dataclasses.replace(loss, head_chunk=tokens)
+        assert costs.operation_seconds(loss) == pytest.approx(ratio * long(4).operation_seconds(loss))
+        place = (Action.LOSS, loss.layer, (), tokens)
+        assert costs.working_bytes(*place) == 2 * long(4).working_bytes(*place)

@@ -131,9 +131,7 @@ class _Asking:
     template: ModelTemplate
     profile: HardwareProfile
 
-    def __call__(
-        self, batch_rows: int, *, nvme: bool | None = None, optimizer: str | None = None
-    ) -> Request:
+    def __call__(self, batch_rows: int, *, nvme: bool | None = None, optimizer: str | None = None) -> Request:
         """The question for `batch_rows`; with another choice of NVMe or optimizer where one is given."""
         options = self.options
         request = build_request(
@@ -150,6 +148,8 @@ class _Asking:
             packing=_packing(options, batch_rows),
         )
         fixed = {key: getattr(options, key) for key in ("microbatches", "interlayer_home", "update")}
+        if options.head_chunk is not None:
+            fixed["head_chunks"] = (options.head_chunk,)
         return dataclasses.replace(request, **fixed)
 
     def offers(self, batch_rows: int) -> dict[str, Request]:
@@ -353,6 +353,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--microbatches", type=positive, help="fix the number of microbatches")
     parser.add_argument(
         "--token-chunk", type=positive, metavar="TOKENS", help="let blocks compute so many tokens at a time"
+    )
+    parser.add_argument(
+        "--head-chunk", type=positive, metavar="TOKENS", help="let logits of so many tokens exist at a time"
     )
     parser.add_argument(
         "--attention",

@@ -49,6 +49,7 @@ def decisions(plan: Plan) -> str:
         if below:
             parts.append(f"{name} of {below} layers on NVMe")
     parts.append(f"parameter slabs on the device: {plan.prefetch} forward, {plan.backward_prefetch} backward")
+    parts.append(f"logits of {plan.head_chunk} tokens at a time")
     if plan.microbatches > 1:
         parts.append(f"between layers activations wait on the {plan.interlayer_home}")
     parts.append(

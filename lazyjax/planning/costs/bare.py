@@ -17,13 +17,15 @@ class BareWork:
 
     whole: WorkSource
 
-    def work(self, kind: str, phase: Action, saved: tuple[str, ...]) -> Work:
+    def work(self, kind: str, phase: Action, saved: tuple[str, ...], head_chunk: int | None = None) -> Work:
         """See `WorkSource`."""
-        return self.whole.work(kind, phase, saved)
+        return self.whole.work(kind, phase, saved, head_chunk)
 
-    def working_bytes(self, kind: str, phase: Action, saved: tuple[str, ...]) -> int:
+    def working_bytes(
+        self, kind: str, phase: Action, saved: tuple[str, ...], head_chunk: int | None = None
+    ) -> int:
         """See `WorkSource`."""
-        return self.whole.working_bytes(kind, phase, saved)
+        return self.whole.working_bytes(kind, phase, saved, head_chunk)
 
     def save_sets(self, kind: str, seconds: Callable[[Work], float]) -> tuple[SaveSet, ...]:
         """The first set is the empty one."""

@@ -134,8 +134,12 @@ class DescribedWork:
         """Tokens of the microbatch."""
         return self.device_rows * self.sequence_length
 
-    def work(self, kind: str, phase: Action, saved: tuple[str, ...]) -> Work:
-        """Backward: two products for each of the forward ones, and again what is not saved."""
+    def work(self, kind: str, phase: Action, saved: tuple[str, ...], head_chunk: int | None = None) -> Work:
+        """Backward: two products for each of the forward ones, and again what is not saved.
+
+        The head is its products, in however many chunks it runs.
+        """
+        del head_chunk
         kernels: dict[Kernel, int] = {}
 
         def add(kernel: Kernel, times: int) -> None:
@@ -154,12 +158,15 @@ class DescribedWork:
                     add(product.kernel(self.tokens), 3 if again else 2)
         return Work(kernels)
 
-    def working_bytes(self, kind: str, phase: Action, saved: tuple[str, ...]) -> int:
+    def working_bytes(
+        self, kind: str, phase: Action, saved: tuple[str, ...], head_chunk: int | None = None
+    ) -> int:
         """Stated model: the activations that exist at once, and weight gradients before their sum.
 
         Forward: input and output of the widest product. Backward: what was recomputed, the
         gradients of the widest product's operands, and all bf16 weight gradients.
         """
+        del head_chunk
         if kind == "embed":
             return 0
         if kind == "head":

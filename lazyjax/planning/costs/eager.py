@@ -34,13 +34,15 @@ class EagerWork:
 
     compiled: TemplateWork
 
-    def work(self, kind: str, phase: Action, saved: tuple[str, ...]) -> Work:
+    def work(self, kind: str, phase: Action, saved: tuple[str, ...], head_chunk: int | None = None) -> Work:
         """Nothing is ever saved inside a layer, whatever `saved` says."""
-        return _eager(self, kind, phase)[0]
+        return _eager(self, kind, phase, head_chunk)[0]
 
-    def working_bytes(self, kind: str, phase: Action, saved: tuple[str, ...]) -> int:
+    def working_bytes(
+        self, kind: str, phase: Action, saved: tuple[str, ...], head_chunk: int | None = None
+    ) -> int:
         """What autograd holds at its peak, and the layer's own copy of its parameters."""
-        return _eager(self, kind, phase)[1]
+        return _eager(self, kind, phase, head_chunk)[1]
 
     def save_sets(self, kind: str, seconds: Callable[[Work], float]) -> tuple[SaveSet, ...]:
         """Only the empty set."""
@@ -48,11 +50,12 @@ class EagerWork:
 
 
 @functools.lru_cache(maxsize=1024)
-def _eager(source: EagerWork, kind: str, phase: Action) -> tuple[Work, int]:
+def _eager(source: EagerWork, kind: str, phase: Action, head_chunk: int | None) -> tuple[Work, int]:
     compiled = source.compiled
     layer_kind = compiled.template.kinds[kind]
     if phase is Action.LOSS or not layer_kind.residual_names:
-        return compiled.work(kind, phase, ()), compiled.working_bytes(kind, phase, ())
+        work = compiled.work(kind, phase, (), head_chunk)
+        return work, compiled.working_bytes(kind, phase, (), head_chunk)
     elements = sum(tensor.elements for tensor in layer_kind.parameters)
     slab_bytes = elements * item_bytes(compiled.shape.compute_dtype)
     copy = Work({Kernel(0, 2 * slab_bytes): 1})

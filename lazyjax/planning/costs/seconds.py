@@ -39,9 +39,6 @@ from lazyjax.planning.program.schedule import (
 )
 from lazyjax.specs import ModelSpec, SlabLayout, item_bytes, slab_layout
 
-#: Tokens whose logits exist at once, as `lazyjax.execution.kernels.Kernels` has it by default.
-HEAD_CHUNK_TOKENS = 1024
-
 
 class CostError(ValueError):
     """A profile lacks a figure that the plan needs; the message names it."""
@@ -55,6 +52,7 @@ class MeasuredKey(NamedTuple):
         phase: `FORWARD` (also for recomputed boundaries), `BACKWARD` or `LOSS`.
         saved: names it saves or reads, sorted.
         accumulates, last: as in `schedule.Operation`; False for forward calls.
+        head_chunk: of a loss, tokens whose logits exist at once.
     """
 
     kind: str
@@ -62,17 +60,25 @@ class MeasuredKey(NamedTuple):
     saved: tuple[str, ...] = ()
     accumulates: bool = False
     last: bool = False
+    head_chunk: int | None = None
+
+    @property
+    def without_gradient(self) -> tuple[str, Action, tuple[str, ...], int | None]:
+        """The kernel, whatever it does with gradients."""
+        return self.kind, self.phase, self.saved, self.head_chunk
 
 
 @runtime_checkable
 class WorkSource(Protocol):
     """Where the work of a layer kind's kernels comes from, for one microbatch on one device."""
 
-    def work(self, kind: str, phase: Action, saved: tuple[str, ...]) -> Work:
+    def work(self, kind: str, phase: Action, saved: tuple[str, ...], head_chunk: int | None = None) -> Work:
         """Kernels of a forward (also recompute), loss or backward call."""
         ...
 
-    def working_bytes(self, kind: str, phase: Action, saved: tuple[str, ...]) -> int:
+    def working_bytes(
+        self, kind: str, phase: Action, saved: tuple[str, ...], head_chunk: int | None = None
+    ) -> int:
         """Device bytes besides operands and results."""
         ...
 
@@ -88,15 +94,16 @@ class TemplateWork:
     template: ModelTemplate
     shape: CallShape
     device_rows: int
-    head_chunk_tokens: int
 
-    def work(self, kind: str, phase: Action, saved: tuple[str, ...]) -> Work:
+    def work(self, kind: str, phase: Action, saved: tuple[str, ...], head_chunk: int | None = None) -> Work:
         """See `WorkSource`."""
-        return _work_of(self, kind, phase, saved)[0]
+        return _work_of(self, kind, phase, saved, head_chunk)[0]
 
-    def working_bytes(self, kind: str, phase: Action, saved: tuple[str, ...]) -> int:
+    def working_bytes(
+        self, kind: str, phase: Action, saved: tuple[str, ...], head_chunk: int | None = None
+    ) -> int:
         """Materialised intermediate values at their peak: the stated model, not XLA's own count."""
-        return _work_of(self, kind, phase, saved)[1]
+        return _work_of(self, kind, phase, saved, head_chunk)[1]
 
     def save_sets(self, kind: str, seconds: Callable[[Work], float]) -> tuple[SaveSet, ...]:
         """See `lazyjax.planning.costs.layers.save_sets`."""
@@ -107,7 +114,9 @@ class TemplateWork:
 
 
 @functools.lru_cache(maxsize=4096)
-def _work_of(source: TemplateWork, kind: str, phase: Action, saved: tuple[str, ...]) -> tuple[Work, int]:
+def _work_of(
+    source: TemplateWork, kind: str, phase: Action, saved: tuple[str, ...], head_chunk: int | None
+) -> tuple[Work, int]:
     layer_kind = source.template.kinds[kind]
     ordered = saved_in_order(layer_kind.residual_names, saved)
     match phase:
@@ -118,7 +127,8 @@ def _work_of(source: TemplateWork, kind: str, phase: Action, saved: tuple[str, .
         case Action.BACKWARD:
             graph = backward_graph(layer_kind, source.shape, source.device_rows, ordered)
         case Action.LOSS:
-            graph = loss_graph(source.template, source.shape, source.device_rows, source.head_chunk_tokens)
+            assert head_chunk is not None
+            graph = loss_graph(source.template, source.shape, source.device_rows, head_chunk)
         case _:
             raise ValueError(f"{phase.value} is no compute operation")
     return graph.work(), graph.peak_bytes()
@@ -199,18 +209,22 @@ class Costs:
             )
         return self._known_sets[kind]
 
-    def working_bytes(self, action: Action, layer: int, saved: tuple[str, ...]) -> int:
+    def working_bytes(
+        self, action: Action, layer: int, saved: tuple[str, ...], head_chunk: int | None = None
+    ) -> int:
         """Device bytes that a compute operation needs besides its operands and results."""
         name, names = self.spec.layers[layer].kind, tuple(sorted(saved))
         phase = Action.FORWARD if action is Action.RECOMPUTE else action
-        known = [size for key, size in self.measured_working_bytes.items() if key[:3] == (name, phase, names)]
-        return max(known) if known else self.source.working_bytes(name, action, names)
+        wanted = (name, phase, names, head_chunk)
+        known = [size for key, size in self.measured_working_bytes.items() if key.without_gradient == wanted]
+        return max(known) if known else self.source.working_bytes(name, action, names, head_chunk)
 
     def operation_flops(self, operation: Operation) -> int:
         """Matrix FLOPs of one operation, all devices together; 0 for what is no compute."""
         if operation.action not in COMPUTE_ACTIONS:
             return 0
-        work = self.source.work(self.spec.layers[operation.layer].kind, operation.action, operation.saved)
+        kind = self.spec.layers[operation.layer].kind
+        work = self.source.work(kind, operation.action, operation.saved, operation.head_chunk)
         return work.flops * self.profile.devices
 
     def executed_flops(self, schedule: Schedule) -> int:
@@ -249,11 +263,9 @@ class Costs:
         if key in self.measured:
             return self.measured[key]
         predicted = self._predicted(key, layer)
-        ratios = [
-            seconds / self._predicted(other, layer)
-            for other, seconds in self.measured.items()
-            if (other.kind, other.phase) == (key.kind, key.phase)
-        ]
+        alike = [other for other in self.measured if (other.kind, other.phase) == (key.kind, key.phase)]
+        nearest = [other for other in alike if other.head_chunk == key.head_chunk] or alike
+        ratios = [self.measured[other] / self._predicted(other, layer) for other in nearest]
         return predicted * sum(ratios) / len(ratios) if ratios else predicted
 
     def _predicted(self, key: MeasuredKey, layer: int) -> float:
@@ -269,7 +281,7 @@ class Costs:
                 # The gradient of the whole layer is written for the sum over devices.
                 moved = (own.accumulator_bytes + table_bytes) * self.sizes.devices
         gradients = _work_seconds(self.profile, Work({Kernel(0, moved): 1}))
-        work = self.source.work(key.kind, key.phase, key.saved)
+        work = self.source.work(key.kind, key.phase, key.saved, key.head_chunk)
         return _work_seconds(self.profile, work) + gradients
 
 
@@ -319,7 +331,9 @@ def measured_key(operation: Operation, spec: ModelSpec) -> MeasuredKey:
     names = tuple(sorted(operation.saved))
     if operation.action in (Action.FORWARD, Action.RECOMPUTE):
         return MeasuredKey(kind, Action.FORWARD, names)
-    return MeasuredKey(kind, operation.action, names, operation.accumulates, operation.last)
+    return MeasuredKey(
+        kind, operation.action, names, operation.accumulates, operation.last, operation.head_chunk
+    )
 
 
 def _sorted_names[Value](measured: Mapping[MeasuredKey, Value]) -> dict[MeasuredKey, Value]:
@@ -335,7 +349,6 @@ def template_costs(
     optimizer: HostOptimizer,
     compute_dtype: str = "bfloat16",
     gradient_dtype: str = "bfloat16",
-    head_chunk_tokens: int = HEAD_CHUNK_TOKENS,
     packing: Packing | None = None,
 ) -> Costs:
     """Costs of microbatches of `microbatch_rows` (over all devices) x `sequence_length` tokens.
@@ -363,7 +376,7 @@ def template_costs(
         microbatch_rows=microbatch_rows,
         sequence_length=sequence_length,
         sizes=with_state_bytes(sizes, template.spec, optimizer, devices=devices),
-        source=TemplateWork(template, shape, microbatch_rows // devices, head_chunk_tokens),
+        source=TemplateWork(template, shape, microbatch_rows // devices),
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from lazyjax.planning.plan.document import Plan, PlanError, load_plan
 
 #: Part of every key: raised whenever the planner may answer the same question differently.
-PLANNER_VERSION = 4
+PLANNER_VERSION = 5
 #: A plan solved again must be better by more than this to be worth a swap.
 SWAP_GAIN = 0.03
 

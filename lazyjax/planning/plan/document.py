@@ -21,10 +21,14 @@ import pydantic
 from lazyjax.specs import Boundary as Boundary
 from lazyjax.specs import ModelSpec, Part, Tier
 
-PLAN_VERSION: Literal[5] = 5
+PLAN_VERSION: Literal[6] = 6
 #: Versions that can still be read. 3: without homes of gradients and of the halves of the master weights,
-#: which were on the host. 3 and 4: `batch_rows` had the name `rows`.
-_EARLIER_VERSIONS = (3, 4)
+#: which were on the host. 3 and 4: `batch_rows` had the name `rows`. 3 to 5: without `head_chunk`, which was
+#: `HEAD_CHUNK`.
+_EARLIER_VERSIONS = (3, 4, 5)
+_WITH_ROWS = (3, 4)
+#: Tokens whose logits exist at once, where nobody decides it.
+HEAD_CHUNK = 1024
 
 
 #: Fields of a plan that say what it was made for, besides the machine.
@@ -114,6 +118,8 @@ class Plan(_Model):
             other microbatches pass: with `host`, device memory does not grow with the batch.
         token_chunk: tokens of a row that a block computes at a time, so that its working memory does not
             grow with the row; None: the whole row.
+        head_chunk: tokens of a microbatch (of those on one device) whose logits exist at once. Every chunk of
+            them reads the table, and reads and writes the float32 sum of its gradient; logits take memory.
         recompute: `needed` recomputes the boundaries that were dropped; `segment` also runs the
             last layer of the segment, whose output nobody uses (what MegaTrain does).
         update: `deferred` runs the host update under the next step's forward pass; `immediate`
@@ -124,7 +130,7 @@ class Plan(_Model):
         hardware, device: profile that its times come from, and what that says the device is.
     """
 
-    version: Literal[5] = PLAN_VERSION
+    version: Literal[6] = PLAN_VERSION
     model: str
     architecture: str | None = None
     optimizer: str | None = None
@@ -142,6 +148,7 @@ class Plan(_Model):
     offload_window: int = pydantic.Field(default=2, ge=1)
     interlayer_home: Literal["device", "host"] = "device"
     token_chunk: int | None = pydantic.Field(default=None, ge=1)
+    head_chunk: int = pydantic.Field(default=HEAD_CHUNK, ge=1)
     recompute: Literal["needed", "segment"] = "needed"
     update: Literal["deferred", "immediate"] = "deferred"
     layers: tuple[LayerPlan, ...]
@@ -198,7 +205,7 @@ def read_plan(document: Any, where: str) -> Plan:
             f"{where}: version {found}, this release reads version {PLAN_VERSION} "
             f"and plans of versions {earlier}"
         )
-    if found != PLAN_VERSION and "rows" in document:
+    if found in _WITH_ROWS and "rows" in document:
         document = {("batch_rows" if key == "rows" else key): value for key, value in document.items()}
     try:
         return Plan.model_validate({**document, "version": PLAN_VERSION})

@@ -11,6 +11,7 @@ from jaxtyping import Float64
 from lazyjax.planning.plan.document import LayerPlan, Plan, PlanError
 from lazyjax.planning.planner.decisions.decision import Binaries, Change, Decision, ManyBinaries, Row
 from lazyjax.planning.planner.decisions.flags import Residency
+from lazyjax.planning.planner.decisions.head import HeadChunks
 from lazyjax.planning.planner.decisions.owned import OwnedHomes
 from lazyjax.planning.planner.decisions.residuals import Residuals
 from lazyjax.planning.planner.decisions.segments import Segments
@@ -35,6 +36,8 @@ class Choices:
         self._take(self.residency)
         self.state_home = OwnedHomes(problem, self.binaries, self.cuts)
         self._take(self.state_home)
+        self.logits = HeadChunks(problem, self.binaries)
+        self._take(self.logits)
         for make in problem.further_decisions:
             self._take(make(problem, self.binaries, self.cuts))
         self.segments: Sequence[Segment] = self.cuts.segments
@@ -78,6 +81,10 @@ class Choices:
     def saved(self, layer: int, name: str, tier: Tier) -> Condition:
         """The residual is kept on `tier`."""
         return self.residuals.saved(layer, name, tier)
+
+    def head_chunks(self) -> Sequence[tuple[int, Condition]]:
+        """Tokens whose logits may exist at once."""
+        return self.logits.chosen()
 
     def owned(self, layer: int, part: Part, tier: Tier) -> Condition:
         """A part of what the layer owns lives on `tier`."""
@@ -125,9 +132,10 @@ class Choices:
         return values
 
     def plainest(self) -> Binaries:
-        """Every boundary kept on the device, nothing inside the layers."""
+        """Every boundary kept on the device, nothing inside the layers, the fewest logits."""
         layers = tuple(LayerPlan(saved=dict(options[0])) for options in self.problem.saves)
-        return self.encode(self.settings.model_copy(update={"layers": layers}))
+        fields = {"layers": layers, "head_chunk": self.problem.head_chunks[0]}
+        return self.encode(self.settings.model_copy(update=fields))
 
     def decode(self, values: Float64[np.ndarray, "binaries_or_more"], planner: str) -> Plan:
         """The plan of an assignment."""
@@ -136,6 +144,7 @@ class Choices:
             decision.decode(values, layers)
         update = {
             "layers": tuple(LayerPlan(**fields) for fields in layers),
+            "head_chunk": self.logits.decided(values),
             "planner": planner,
             "prediction": None,
         }

@@ -153,9 +153,13 @@ class _Counting:
         assert operation.condition is not None
         if operation.action in (Action.FORWARD, Action.BACKWARD):
             for names, condition in self.choices.saved_sets(operation.layer):
-                total.add(condition, working_bytes(operation.action, operation.layer, names))
+                total.add(condition, working_bytes(operation.action, operation.layer, names, None))
             return total
-        return total.add(operation.condition, working_bytes(operation.action, operation.layer, ()))
+        if operation.action is Action.LOSS:
+            for tokens, condition in self.choices.head_chunks():
+                total.add(condition, working_bytes(operation.action, operation.layer, (), tokens))
+            return total
+        return total.add(operation.condition, working_bytes(operation.action, operation.layer, (), None))
 
     def _releases(self) -> Iterator[tuple[Slot, Place, Condition]]:
         """What transfers free, and the operation whose start shows that it is free."""

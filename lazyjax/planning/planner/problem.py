@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from lazyjax.planning.plan.document import Plan
+from lazyjax.planning.plan.document import HEAD_CHUNK, Plan
 from lazyjax.planning.program.contention import NO_CONTENTION, Contention
 from lazyjax.planning.program.operations import (
     RESOURCE_OF,
@@ -48,6 +48,7 @@ class Problem:
         owned_sets: what of a layer may live there together, each set within the next one; where there
             is but one, no layer has a choice.
         residents: whether slabs may stay on the device.
+        head_chunks: tokens whose logits may exist at once, ascending.
         by_layer: whether time is weighed window by window, all microbatches at once, or microbatch by
             microbatch (exact, and as many times larger). Memory is always exact.
         further_decisions: makers of decisions besides the usual ones; each gets the problem, the number
@@ -69,6 +70,7 @@ class Problem:
     state_home: Tier = Tier.HOST
     owned_sets: tuple[frozenset[Part], ...] = (frozenset(), frozenset([Part.STATE]))
     residents: bool = True
+    head_chunks: tuple[int, ...] = (HEAD_CHUNK,)
     by_layer: bool = True
     further_decisions: tuple[Callable[..., Any], ...] = ()
     kinds: tuple[str, ...] | None = None
@@ -81,7 +83,7 @@ class Problem:
         return tuple(self.kinds.index(kind) for kind in self.kinds)
 
     @functools.cached_property
-    def _known(self) -> dict[tuple[Action, int, tuple[str, ...]], float]:
+    def _known(self) -> dict[tuple[Action, int, tuple[str, ...], int | None], float]:
         return {}
 
     @property
@@ -94,36 +96,47 @@ class Problem:
         """M."""
         return self.settings.microbatches
 
-    def compute_seconds(self, action: Action, layer: int, saved: tuple[str, ...] = ()) -> float:
+    def compute_seconds(
+        self, action: Action, layer: int, saved: tuple[str, ...] = (), head_chunk: int | None = None
+    ) -> float:
         """Seconds for all microbatches of one window, the last of which emits the gradient."""
         layer = self._first_alike[layer]
-        key = action, layer, saved
+        key = action, layer, saved, head_chunk
         if key not in self._known:
-            self._known[key] = self._window_seconds(action, layer, saved)
+            self._known[key] = self._window_seconds(*key)
         return self._known[key]
 
-    def _window_seconds(self, action: Action, layer: int, saved: tuple[str, ...]) -> float:
+    def _window_seconds(
+        self, action: Action, layer: int, saved: tuple[str, ...], head_chunk: int | None
+    ) -> float:
         count = self.microbatches
         tied_table = layer == 0 and action is Action.BACKWARD and self.sizes.tied
 
         def one(position: int) -> float:
             accumulates = position > 0 or tied_table
-            return self.item_seconds(action, layer, saved, accumulates, position == count - 1)
+            return self.item_seconds(action, layer, saved, accumulates, position == count - 1, head_chunk)
 
         if self.sizes.shared:
             # Gradients are added up by what sums them over the devices.
-            return count * self.item_seconds(action, layer, saved, False, False)
+            return count * self.item_seconds(action, layer, saved, False, False, head_chunk)
         if count <= 2:
             return sum(one(position) for position in range(count))
         return one(0) + (count - 2) * one(1) + one(count - 1)
 
     def item_seconds(
-        self, action: Action, layer: int, saved: tuple[str, ...], accumulates: bool, last: bool
+        self,
+        action: Action,
+        layer: int,
+        saved: tuple[str, ...],
+        accumulates: bool,
+        last: bool,
+        head_chunk: int | None = None,
     ) -> float:
         """Seconds of one compute operation."""
         operation = Operation(
-            0, action, Resource.COMPUTE, layer, 0, 0, saved=saved, accumulates=accumulates, last=last
-        )
+            0, action, Resource.COMPUTE, layer, 0, 0,
+            saved=saved, accumulates=accumulates, last=last, head_chunk=head_chunk,
+        )  # fmt: skip
         return self.seconds(operation)
 
     def transfer_seconds(self, action: Action, layer: int, place: Place, times: int = 1) -> float:

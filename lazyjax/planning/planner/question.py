@@ -8,18 +8,21 @@ decisions are a `Problem` of their own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
+from lazyjax.models.chunks import balanced_chunks
 from lazyjax.planning.costs.layers import SaveSet
-from lazyjax.planning.plan.document import LayerPlan, Plan, PlanError, leaves_one_empty
+from lazyjax.planning.plan.document import HEAD_CHUNK, LayerPlan, Plan, PlanError, leaves_one_empty
 from lazyjax.planning.planner.problem import Problem, save_options
 from lazyjax.planning.program.contention import Contention
 from lazyjax.planning.program.schedule import STATE_WINDOW, Action, ModelSizes, Operation
 from lazyjax.planning.program.tiers import LINKS
 from lazyjax.specs import ModelSpec, Part, Tier
+from lazyjax.timeline import Resource
 
 InterlayerHome = Literal["device", "host"]
 Update = Literal["deferred", "immediate"]
@@ -30,6 +33,8 @@ _USUAL_TOKENS = 8192
 _MOST_PADDING = 1 / 8
 #: Chunks of a row's tokens that are considered where a microbatch is one row of more tokens than the first.
 _TOKEN_CHUNKS = (32768, 8192, 2048)
+#: Tokens whose logits may exist at once.
+HEAD_CHUNKS = (256, HEAD_CHUNK, 4096, 16384)
 #: Most microbatches, and the window, of `with_long_offloads`.
 _COARSE, _LONG_OFFLOADS = 2, 4
 #: Share of the host's memory that what layers own may fill without being a burden.
@@ -55,7 +60,9 @@ class CostModel(Protocol):
         """Sets of residuals worth keeping in layers of a kind, the empty one first."""
         ...
 
-    def working_bytes(self, action: Action, layer: int, saved: tuple[str, ...]) -> int:
+    def working_bytes(
+        self, action: Action, layer: int, saved: tuple[str, ...], head_chunk: int | None = None
+    ) -> int:
         """Device bytes that a compute operation needs besides its operands."""
         ...
 
@@ -85,6 +92,7 @@ class Request:
         microbatches, prefetch, backward_prefetch, interlayer_home, update: fixed where given.
         token_chunk: tokens of a row that blocks compute at a time, in `sizes` and `costs`; None: all of them.
         chunked: for the search to decide that: other chunks -> sizes and costs. None: it is fixed.
+        head_chunks: tokens whose logits may exist at once, ascending; one where that is fixed.
         on_nvme: what of every layer lives on NVMe, where that is fixed.
         devices, hosts: devices that share every batch and slab, and the hosts that they are in. Sizes and
             capacities are those of one device, which of its host's memory has its share.
@@ -106,6 +114,7 @@ class Request:
     update: Update | None = None
     token_chunk: int | None = None
     chunked: Callable[[int], Tables] | None = None
+    head_chunks: tuple[int, ...] = HEAD_CHUNKS
     on_nvme: frozenset[Part] | None = None
     devices: int = 1
     hosts: int = 1
@@ -247,8 +256,47 @@ def problem_of(request: Request, settings: Plan, *, lean: bool = False) -> Probl
         state_home=below[-1] if below else Tier.HOST,
         owned_sets=_owned_sets(request, sizes),
         residents=not lean,
+        head_chunks=distinct_head_chunks(
+            request.head_chunks,
+            costs,
+            head=len(request.spec.layers) - 1,
+            device_rows=settings.microbatch_rows // request.devices,
+            sequence_length=request.sequence_length,
+        ),
         kinds=tuple(layer.kind for layer in request.spec.layers),
     )
+
+
+def distinct_head_chunks(
+    allowed: Sequence[int], costs: CostModel, *, head: int, device_rows: int, sequence_length: int
+) -> tuple[int, ...]:
+    """Of these numbers those that differ: with less memory below the usual one, and faster above it.
+
+    The usual one is what plans of rules have; where it is allowed, it stays open, to start from.
+
+    Args:
+        head: number of the last layer.
+        device_rows, sequence_length: of a microbatch, on one device.
+    """
+
+    def chunks(tokens: int) -> int:
+        return balanced_chunks(device_rows, sequence_length, tokens).number
+
+    def seconds(tokens: int) -> float:
+        return costs.operation_seconds(
+            Operation(0, Action.LOSS, Resource.COMPUTE, head, 0, 0, accumulates=True, head_chunk=tokens)
+        )
+
+    usual = HEAD_CHUNK if HEAD_CHUNK in allowed else allowed[0]
+    kept = [usual]
+    for tokens in sorted(allowed):
+        if tokens > usual and chunks(tokens) < chunks(kept[-1]) and seconds(tokens) < seconds(kept[-1]):
+            kept.append(tokens)
+    needed = functools.partial(costs.working_bytes, Action.LOSS, head, ())
+    for tokens in sorted(allowed, reverse=True):
+        if tokens < usual and chunks(tokens) > chunks(kept[0]) and needed(tokens) < needed(kept[0]):
+            kept.insert(0, tokens)
+    return tuple(kept)
 
 
 def _owned_sets(request: Request, sizes: ModelSizes) -> tuple[frozenset[Part], ...]:

@@ -150,5 +150,6 @@ def request_key(request: Request) -> str:
     content["token_chunk_is_open"] = request.chunked is not None
     for field in ("microbatches", "prefetch", "backward_prefetch", "interlayer_home", "update"):
         content[field] = getattr(request, field)
+    content["head_chunks"] = list(request.head_chunks)
     content["on_nvme"] = None if request.on_nvme is None else sorted(request.on_nvme)
     return content_key(content)

@@ -97,6 +97,10 @@ class TimeModel:
             for change, condition in operation.moves.items():
                 total.add(condition, self._moving_seconds(operation, change))
             return total
+        if operation.action is Action.LOSS:
+            for tokens, condition in self.choices.head_chunks():
+                total.add(condition, self._compute_seconds(operation, operation.layer, (), tokens))
+            return total
         if operation.action not in (Action.FORWARD, Action.BACKWARD):
             for layer, condition in operation.parts:
                 total.add(condition, self._compute_seconds(operation, layer, ()))
@@ -108,11 +112,17 @@ class TimeModel:
     def _moving_seconds(self, operation: LiftedOperation, change: Change) -> float:
         return self.problem.transfer_seconds(operation.action, operation.layer, change.place, change.times)
 
-    def _compute_seconds(self, operation: LiftedOperation, layer: int, saved: tuple[str, ...]) -> float:
+    def _compute_seconds(
+        self,
+        operation: LiftedOperation,
+        layer: int,
+        saved: tuple[str, ...],
+        head_chunk: int | None = None,
+    ) -> float:
         if self.problem.by_layer:
-            return self.problem.compute_seconds(operation.action, layer, saved)
+            return self.problem.compute_seconds(operation.action, layer, saved, head_chunk)
         return self.problem.item_seconds(
-            operation.action, layer, saved, operation.accumulates, operation.last
+            operation.action, layer, saved, operation.accumulates, operation.last, head_chunk
         )
 
     def least_seconds(self) -> float:

@@ -77,6 +77,7 @@ class _Evaluation:
                 saved=saved,
                 accumulates=lifted.accumulates,
                 last=lifted.last,
+                head_chunk=self._head_chunk(lifted),
             )
             self.made.update(dict.fromkeys(allocates, index))
             if lifted.action in COMPUTE_ACTIONS:
@@ -100,6 +101,12 @@ class _Evaluation:
             return ()
         sets = self.expansion.space.saved_sets(lifted.layer)
         return next(names for names, condition in sets if self.holds(condition))
+
+    def _head_chunk(self, lifted: LiftedOperation) -> int | None:
+        if lifted.action is not Action.LOSS:
+            return None
+        chunks = self.expansion.space.head_chunks()
+        return next(tokens for tokens, condition in chunks if self.holds(condition))
 
     def _reads(
         self,

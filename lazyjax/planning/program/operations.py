@@ -93,13 +93,15 @@ STATE_ACTIONS = frozenset(
     if action is not None
 )
 
-#: Device bytes that an operation needs besides its operands, by action, layer and saved names.
-WorkingBytes = Callable[[Action, int, tuple[str, ...]], int]
+#: Device bytes that an operation needs besides its operands, by action, layer, saved names and head chunk.
+WorkingBytes = Callable[[Action, int, tuple[str, ...], int | None], int]
 
 
-def no_working_bytes(action: Action, layer: int, saved: tuple[str, ...]) -> int:
+def no_working_bytes(
+    action: Action, layer: int, saved: tuple[str, ...], head_chunk: int | None = None
+) -> int:
     """Operations that need nothing besides their operands."""
-    del action, layer, saved
+    del action, layer, saved, head_chunk
     return 0
 
 
@@ -251,6 +253,7 @@ class Operation:
         allocates, frees: see the module's docstring.
         bytes: moved, for transfers; of collectives those of whole layers, of which a device has its part.
         saved: names of the residuals that a forward writes or a backward reads.
+        head_chunk: of a loss: tokens whose logits exist at once.
         accumulates: adds to an existing gradient accumulator.
         last: the layer's last microbatch in this direction; a backward then emits the gradient.
     """
@@ -270,6 +273,7 @@ class Operation:
     saved: tuple[str, ...] = ()
     accumulates: bool = False
     last: bool = False
+    head_chunk: int | None = None
 
 
 def shows_free(waiting: Action, waited: Action) -> bool:

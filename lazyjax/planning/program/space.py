@@ -52,6 +52,10 @@ class Space(Protocol):
         """The residual is kept on `tier`."""
         ...
 
+    def head_chunks(self) -> Sequence[tuple[int, Condition]]:
+        """Tokens whose logits may exist at once; one of the conditions holds."""
+        ...
+
     def owned(self, layer: int, part: Part, tier: Tier) -> Condition:
         """A part of what the layer owns lives on `tier`."""
         ...
@@ -99,6 +103,10 @@ class PlanSpace:
         """What the plan says."""
         kept = self.settings.layers[layer].saved
         return _certain(name in kept and kept[name] is tier)
+
+    def head_chunks(self) -> Sequence[tuple[int, Condition]]:
+        """That of the plan."""
+        return [(self.settings.head_chunk, ALWAYS)]
 
     def owned(self, layer: int, part: Part, tier: Tier) -> Condition:
         """What the plan says."""

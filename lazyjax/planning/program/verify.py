@@ -318,13 +318,13 @@ def check_precedence(schedule: Schedule, simulation: Simulation) -> None:
 def used_bytes(schedule: Schedule, working_bytes: WorkingBytes = no_working_bytes) -> dict[Tier, int]:
     """Peak bytes per tier as the schedule counts them, plus each operation's working set."""
     peak = dict.fromkeys(Tier, 0)
-    known: dict[tuple[Action, int, tuple[str, ...]], int] = {}
+    known: dict[tuple[Action, int, tuple[str, ...], int | None], int] = {}
     for index, live in schedule.live_bytes():
         operation = schedule.operations[index]
         for tier in Tier:
             peak[tier] = max(peak[tier], live[tier])
         if operation.action in COMPUTE_ACTIONS:
-            key = (operation.action, operation.layer, operation.saved)
+            key = (operation.action, operation.layer, operation.saved, operation.head_chunk)
             if key not in known:
                 known[key] = working_bytes(*key)
             peak[Tier.DEVICE] = max(peak[Tier.DEVICE], live[Tier.DEVICE] + known[key])
