@@ -350,13 +350,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ROWS",
         help="plan batches up to ROWS and take the smallest within 1 %% of the best throughput",
     )
-    parser.add_argument("--microbatches", type=positive, help="fix the number of microbatches")
-    parser.add_argument(
-        "--token-chunk", type=positive, metavar="TOKENS", help="let blocks compute so many tokens at a time"
-    )
-    parser.add_argument(
-        "--head-chunk", type=positive, metavar="TOKENS", help="let logits of so many tokens exist at a time"
-    )
     parser.add_argument(
         "--attention",
         choices=("blockwise", *FUSED),
@@ -369,8 +362,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TOKENS",
         help="rows are packed with segments of about so many tokens (default: each row is one)",
     )
-    parser.add_argument("--interlayer-home", choices=("device", "host"), help="fix where activations wait")
-    parser.add_argument("--update", choices=("deferred", "immediate"), help="when the optimizer runs")
+    _add_fixed(parser)
     parser.add_argument("--device-gb", type=amount, help="device memory to use, GB (1e9 bytes)")
     parser.add_argument("--host-gb", type=amount, help="host memory to use, GB")
     parser.add_argument("--nvme", action="store_true", help="use the profile's NVMe for boundaries and state")
@@ -382,6 +374,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-cache", action="store_true", help="solve even if the plan is known")
     _add_outputs(parser)
     return parser
+
+
+def _add_fixed(parser: argparse.ArgumentParser) -> None:
+    """Decisions that are taken from the planner."""
+    positive = number(1, int)
+    parser.add_argument("--microbatches", type=positive, help="fix the number of microbatches")
+    parser.add_argument(
+        "--token-chunk", type=positive, metavar="TOKENS", help="let blocks compute so many tokens at a time"
+    )
+    parser.add_argument(
+        "--head-chunk", type=positive, metavar="TOKENS", help="let logits of so many tokens exist at a time"
+    )
+    parser.add_argument("--interlayer-home", choices=("device", "host"), help="fix where activations wait")
+    parser.add_argument("--update", choices=("deferred", "immediate"), help="when the optimizer runs")
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
