@@ -7,7 +7,7 @@ function (layers unrolled, every layer recomputed in the backward pass, optax cl
 place) against the executor under the plan `recompute_all`. Rounds alternate and medians are
 compared. Printed beside them: the time that the step's matrix products take at the rate this
 machine reaches on one large product. Takes about two minutes on two cores; expected ratio: at
-most 1.10 for the wide shape.
+most 1.10 for the wide shape. Then where the streamed step's time goes, by its own timeline.
 
 The deep shape shows the limit: a streamed kernel ends where its layer ends, while one jit also
 runs the weight gradients and the recomputation of neighbouring layers side by side, which on
@@ -20,7 +20,8 @@ import argparse
 import pathlib
 import statistics
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,7 @@ from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning.plan.baselines import recompute_all
 from lazyjax.storage.host import allocate_host_store
+from lazyjax.timeline import Resource, Timeline
 
 RATE, CLIP, DECAY = 1e-4, 1.0, 0.01
 Parameters = list[tuple[jax.Array, ...]]
@@ -129,6 +131,34 @@ def streamed_step(
     return lambda: executor.train_step(batch, RATE).loss, executor
 
 
+def where_time_goes(timeline: Timeline, step_seconds: float) -> dict[str, float]:
+    """Seconds of a step by operation, and those in which no kernel runs.
+
+    An update is deferred: it runs beside the forward pass of the step after its own.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    computing = []
+    for event in timeline.events:
+        seconds[event.action] += event.end_seconds - event.start_seconds
+        if event.resource is Resource.COMPUTE:
+            computing.append((event.start_seconds, event.end_seconds))
+    covered, until = 0.0, 0.0
+    for start, end in sorted(computing):
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return {**seconds, "no kernel runs": step_seconds - covered}
+
+
+def lane_rows(lanes: Sequence[dict[str, float]], step_seconds: float) -> list[str]:
+    """Medians over the steps, longest first."""
+    medians = {name: statistics.median(one[name] for one in lanes) for name in lanes[0]}
+    ordered = sorted(medians.items(), key=lambda item: -item[1])
+    return [
+        f"| {name.replace('_', ' ')} | {seconds:.3f} | {seconds / step_seconds:.1%} |"
+        for name, seconds in ordered
+    ]
+
+
 def matmul_flops_per_second(size: int = 1536) -> float:
     """Best of five large float32 products."""
     a = jnp.ones((size, size), jnp.float32)
@@ -174,11 +204,11 @@ def main() -> None:
         template.kind(i).initialize(jax.random.fold_in(jax.random.key(0), i))
         for i in range(len(template.spec.layers))
     ]
-    executors = []
+    executors: dict[str, Executor] = {}
     streamed: dict[str, Callable[[], float]] = {}
+    lanes: dict[str, list[dict[str, float]]] = {name: [] for name in options.optimizers}
     for name in options.optimizers:
-        streamed[name], executor = streamed_step(template, parameters, batch, name)
-        executors.append(executor)
+        streamed[name], executors[name] = streamed_step(template, parameters, batch, name)
     steps = {"one jit": in_memory_step(template, parameters, batch)} | streamed
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for round_number in range(options.rounds + 2):
@@ -188,8 +218,10 @@ def main() -> None:
             losses[name] = step()
             if round_number >= 2:
                 seconds[name].append(time.perf_counter() - start)
+                if name in executors:
+                    lanes[name].append(where_time_goes(executors[name].timeline(), seconds[name][-1]))
         print(f"round {round_number}: " + ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items()))
-    for executor in executors:
+    for executor in executors.values():
         executor.close()
     bound = step_flops(template, batch) / matmul_flops_per_second()
     reference = statistics.median(seconds["one jit"])
@@ -206,6 +238,10 @@ def main() -> None:
         median = statistics.median(times)
         label = name if name == "one jit" else f"streamed, {name}"
         lines.append(f"| {label} | {median:.3f} | {median / reference:.3f} | {median / bound:.2f} |")
+    for name in options.optimizers:
+        lines += ["", f"Where {name}'s step goes, by its timeline; lanes run side by side:", ""]
+        lines += ["| | median seconds | of the step |", "|---|---|---|"]
+        lines += lane_rows(lanes[name], statistics.median(seconds[name]))
     text = "\n".join(lines) + "\n"
     print("\n" + text)
     if options.output:
