@@ -35,7 +35,7 @@ _MOST_PADDING = 1 / 8
 _TOKEN_CHUNKS = (32768, 8192, 2048)
 #: Tokens whose logits may exist at once.
 HEAD_CHUNKS = (256, HEAD_CHUNK, 4096, 16384)
-#: Most microbatches, and the window, of `with_long_offloads`.
+#: Most microbatches for which `looser_settings` lengthens offloads, and their window then.
 _COARSE, _LONG_OFFLOADS = 2, 4
 #: Share of the host's memory that what layers own may fill without being a burden.
 _PLENTY = 0.5
@@ -222,15 +222,20 @@ def settings_of(request: Request) -> list[Plan]:
     ]  # fmt: skip
 
 
-def with_long_offloads(settings: Plan) -> Plan | None:
-    """The same setting with copies out under way for longer; None where that makes no difference by layer.
+def looser_settings(request: Request, settings: Plan) -> list[Plan]:
+    """The same setting with more time for what is copied, for more memory; the loosest first.
 
-    Where a microbatch is a large part of the batch, what one layer sends may take a link longer than the next
-    layers compute. With more time, layers that keep much and layers that keep little share the link.
+    With one more slab on the device, layers that bring much back and layers that bring little back share the
+    link. Where a microbatch is a large part of the batch, what one layer sends may take a link longer than
+    the next layers compute, too: by layer, offloads make a difference there only.
     """
-    if settings.microbatches > _COARSE or settings.offload_window >= _LONG_OFFLOADS:
-        return None
-    return settings.model_copy(update={"offload_window": _LONG_OFFLOADS})
+    depths = ("prefetch", "backward_prefetch")
+    deeper = {key: getattr(settings, key) + 1 for key in depths if getattr(request, key) is None}
+    longer = dict[str, int]()
+    if settings.microbatches <= _COARSE and settings.offload_window < _LONG_OFFLOADS:
+        longer["offload_window"] = _LONG_OFFLOADS
+    changes = [deeper | longer, *([longer] if deeper and longer else [])]
+    return [settings.model_copy(update=change) for change in changes if change]
 
 
 def problem_of(request: Request, settings: Plan, *, lean: bool = False) -> Problem:

@@ -21,7 +21,7 @@ from lazyjax.planning.planner.feasibility import finest_miss, nearest_miss
 from lazyjax.planning.planner.leanest import leanest_plan
 from lazyjax.planning.planner.milp import Program
 from lazyjax.planning.planner.necessary import necessary_shortfall
-from lazyjax.planning.planner.question import Request, problem_of, settings_of, with_long_offloads
+from lazyjax.planning.planner.question import Request, looser_settings, problem_of, settings_of
 from lazyjax.planning.planner.solver import shared_process
 from lazyjax.planning.program.schedule import build_schedule
 from lazyjax.planning.program.simulate import simulate
@@ -261,7 +261,7 @@ def _descend(
     solver: str | None,
     progress: Callable[[str], None],
 ) -> None:
-    """Descent on the most promising candidates, and with longer offloads; on more while there is no plan."""
+    """Descent on the most promising candidates, and with looser settings; on more while there is no plan."""
     for rank, candidate in enumerate(candidates):
         over = search.best is not None and (rank >= _DESCENTS or time.monotonic() >= deadline)
         if over or candidate.bound_seconds >= search.target_seconds:
@@ -273,39 +273,39 @@ def _descend(
             search.offer(candidate, values)
             progress(f"{_name(candidate.settings)}: {candidate.period_seconds:.3f} s")
             if search.best is not None and search.best[0] is candidate:
-                _lengthen_offloads(request, search, deadline, solver, progress)
+                for settings in looser_settings(request, candidate.settings):
+                    _loosen(request, settings, search, deadline, solver, progress)
 
 
-def _lengthen_offloads(
+def _loosen(
     request: Request,
+    settings: Plan,
     search: _Search,
     deadline: float,
     solver: str | None,
     progress: Callable[[str], None],
 ) -> None:
-    """Descent with copies out under way for longer, where the best plan is not close enough.
+    """Descent on a looser setting, where the best plan is not close enough.
 
-    From the best plan where it fits, for longer copies take memory for longer; else, or where that does not
-    come close enough either, from the relaxation.
+    From the relaxation, for the best plan may not fit there: what is copied takes memory for longer. Where
+    that does not come close enough either, from the best plan.
     """
-    if search.best is None or search.bound_seconds >= search.target_seconds or time.monotonic() >= deadline:
-        return
-    settings = with_long_offloads(search.best[0].settings)
-    if settings is None:
+    if search.bound_seconds >= search.target_seconds or time.monotonic() >= deadline:
         return
     program = Program(problem_of(request, settings), solver)
     candidate = _Candidate(settings, program, program.relax())
+    if not math.isfinite(candidate.bound_seconds):
+        return
     search.add([candidate])
-    enough = search.bound_seconds / (1 - search.relative_gap)
-    for start in search.starts(candidate, ()):
-        if program.fits(start):
+    enough, starts = search.bound_seconds / (1 - search.relative_gap), search.starts(candidate, ())
+    values = program.descend((), deadline, enough)
+    if values is not None:
+        search.offer(candidate, values)
+    for start in filter(program.fits, starts):
+        if search.bound_seconds < search.target_seconds and time.monotonic() < deadline:
             search.offer(candidate, program.descend_from(start, deadline, enough))
-    if search.bound_seconds < search.target_seconds and time.monotonic() < deadline:
-        values = program.descend((), deadline, enough)
-        if values is not None:
-            search.offer(candidate, values)
     if candidate.period_seconds is not None:
-        progress(f"{_name(settings)}, longer offloads: {candidate.period_seconds:.3f} s")
+        progress(f"{_name(settings)}: {candidate.period_seconds:.3f} s")
 
 
 def _start_lean(request: Request, search: _Search, candidates: Sequence[_Candidate]) -> None:
@@ -439,5 +439,5 @@ def _name(settings: Plan) -> str:
     return (
         f"{settings.microbatches} microbatches, {chunk}"
         f"prefetch {settings.prefetch}/{settings.backward_prefetch}, "
-        f"interlayer_home {settings.interlayer_home}"
+        f"offload_window {settings.offload_window}, interlayer_home {settings.interlayer_home}"
     )
