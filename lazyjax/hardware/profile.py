@@ -51,8 +51,7 @@ class HardwareProfile(pydantic.BaseModel):
     Attributes:
         name, device: labels.
         platform: of the device, as JAX names it: programs for a CPU are written otherwise.
-        matmul_flops_per_second: executed rate of bf16 matrix products at a large model's shapes
-            (not the datasheet's peak).
+        matmul_flops_per_second: executed rate of bf16 products at a large model's shapes, not the peak.
         device_total_bytes, device_bytes: device memory that is there, and what a plan may use
             (the rest is left to the runtime, workspaces and fragmentation).
         device_bandwidth_bytes_per_second: device memory, reads plus writes.
@@ -70,8 +69,7 @@ class HardwareProfile(pydantic.BaseModel):
         host_bytes, nvme_bytes: capacities of one host that a plan may use; `nvme_bytes` 0 means no NVMe.
         nvme_read_bytes_per_second, nvme_write_bytes_per_second: of one host, each direction alone,
             sustained, past the page cache.
-        nvme_shared_bytes_per_second: of one host, both directions together while both are busy; where it
-            is not given, each keeps its own rate.
+        nvme_shared_bytes_per_second: of both together while both are busy; None: each keeps its own rate.
         devices, hosts: devices that share the work of one step, and the hosts that they are in, each with
             as many. Whatever is said of the host is said of one of them, and its devices share it.
         link_devices: devices of a host that share one link's rates, because they are behind one switch.

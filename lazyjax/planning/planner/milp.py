@@ -37,10 +37,7 @@ _BOUND_TOLERANCE = 1e-3
 class Program:
     """The program of one problem: relaxed for a bound, descended from for a plan, branched for both.
 
-    Where the solver fails, `failures` says how.
-
-    Args:
-        solver: `CBC` or `HIGHS`; the preferred one by default.
+    `solver` is `CBC` or `HIGHS`, by default the preferred one; where it fails, `failures` says how.
     """
 
     def __init__(self, problem: Problem, solver: str | None = None) -> None:
