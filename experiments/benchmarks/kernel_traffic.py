@@ -14,7 +14,8 @@ is added to those of earlier microbatches. For each kind of block:
   takes.
 
 Then the delta rule alone (forward and backward, from queries, keys, values, decays and strengths): bytes
-accessed for each token.
+accessed for each token; and, since XLA:CPU computes bfloat16 in float32, what the cost model counts in the
+traced program of an accelerator, with queries, keys and values in float32 and in bfloat16.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import argparse
 import math
 import pathlib
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,9 +33,11 @@ import jax.numpy as jnp
 from experiments.benchmarks.provenance import provenance
 from lazyjax.execution.kernels import Kernels, data_mesh
 from lazyjax.models.architecture import Qwen35Architecture
+from lazyjax.models.backend import for_description
 from lazyjax.models.delta_net import chunked_gated_delta_rule
 from lazyjax.models.registry import architecture, build_template
 from lazyjax.models.template import Context, LayerKind, ModelTemplate
+from lazyjax.planning.costs.trace import trace
 from lazyjax.specs import slab_layout
 
 _ITEM_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u16": 2, "s16": 2, "pred": 1, "s8": 1, "u8": 1}
@@ -63,8 +67,10 @@ def compiled_backward(kernels: Kernels, kind: LayerKind, rows: int, tokens: int)
     return kernel.lower(accumulator, params, x_BTD, Context(row_BT, row_BT), (), x_BTD).compile()
 
 
-def compiled_delta_rule(config: Qwen35Architecture, rows: int, tokens: int) -> Any:
-    """The rule forward and backward, with the sizes of `config`."""
+def delta_rule(
+    config: Qwen35Architecture, rows: int, tokens: int, dtype: str
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The rule forward and backward, with the sizes of `config`, and its abstract arguments."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     key_shape = (rows, tokens, keys, config.linear_key_head_dim)
     value_shape = (rows, tokens, keys, values // keys, config.linear_value_head_dim)
@@ -75,10 +81,23 @@ def compiled_delta_rule(config: Qwen35Architecture, rows: int, tokens: int) -> A
         return out, pullback(gradient)
 
     shapes = (key_shape, key_shape, value_shape, value_shape[:-1], value_shape[:-1])
-    inputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    dtypes = (dtype, dtype, dtype, "float32", "float32")
+    inputs = [jax.ShapeDtypeStruct(shape, jnp.dtype(own)) for shape, own in zip(shapes, dtypes, strict=True)]
     segments = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
-    gradient = jax.ShapeDtypeStruct(value_shape, jnp.float32)
-    return jax.jit(both).lower(*inputs, segments, gradient).compile()
+    return both, (*inputs, segments, jax.ShapeDtypeStruct(value_shape, jnp.dtype(dtype)))
+
+
+def compiled_delta_rule(config: Qwen35Architecture, rows: int, tokens: int) -> Any:
+    """Compiled for the CPU, in float32."""
+    rule, arguments = delta_rule(config, rows, tokens, "float32")
+    return jax.jit(rule).lower(*arguments).compile()
+
+
+def traced_bytes(config: Qwen35Architecture, rows: int, tokens: int, dtype: str) -> int:
+    """Bytes that the cost model counts, of the program that an accelerator gets."""
+    rule, arguments = delta_rule(config, rows, tokens, dtype)
+    with for_description():
+        return trace(rule, *arguments).work().bytes
 
 
 def passes(compiled: Any, kind: LayerKind) -> Passes:
@@ -171,6 +190,9 @@ def report(template: ModelTemplate, rows: int, tokens: int) -> str:
             f"Delta rule alone, forward and backward: {accessed / 1e9:.2f} GB, "
             f"{accessed / rows / tokens / 1e3:,.0f} KB a token and layer.",
         ]
+        for dtype in ("float32", "bfloat16"):
+            traced = traced_bytes(template.config, rows, tokens, dtype) / rows / tokens / 1e3
+            lines.append(f"As the cost model counts it, {dtype}: {traced:,.0f} KB a token and layer.")
     return "\n".join(lines) + "\n"
 
 

@@ -13,9 +13,10 @@ Transformers with the Delta Rule, section 3).
 
 `lazyjax.models.delta_states` has that part.
 
-All arithmetic is float32. Exponentials are taken of sums of log decays between two tokens, which
-are never positive, and are masked before they are taken. Axes: see the legend in
-`lazyjax.models.layers`.
+Decays, the inverse inside a chunk, sums and the state from chunk to chunk are float32; the operands and
+results of products over whole chunks have the dtype of queries, keys and values. Exponentials are taken
+of sums of log decays between two tokens, which are never positive, and are masked before they are
+taken. Axes: see the legend in `lazyjax.models.layers`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from lazyjax.models.delta_states import states_through_chunks
+from lazyjax.models.delta_states import float32_product, product, states_through_chunks
 
 CHUNK_TOKENS = 64
 
@@ -82,13 +83,13 @@ def recurrent_gated_delta_rule(
 
 
 def chunked_gated_delta_rule(
-    q_BTKE: Float32[Array, "B T K E"],
-    k_BTKE: Float32[Array, "B T K E"],
-    v_BTKGF: Float32[Array, "B T K G F"],
+    q_BTKE: Float[Array, "B T K E"],
+    k_BTKE: Float[Array, "B T K E"],
+    v_BTKGF: Float[Array, "B T K G F"],
     g_BTKG: Float32[Array, "B T K G"],
     beta_BTKG: Float32[Array, "B T K G"],
     segment_ids_BT: Int32[Array, "B T"],
-) -> Float32[Array, "B T K G F"]:
+) -> Float[Array, "B T K G F"]:
     """The rule in chunks of 64 tokens, for any T: equal to `recurrent_gated_delta_rule`.
 
     Inside a chunk, with d_ij the decay from token j to token i (0 across segments) and n_i what
@@ -102,14 +103,14 @@ def chunked_gated_delta_rule(
 
 
 def gated_delta_rule_from(
-    q_BTKE: Float32[Array, "B T K E"],
-    k_BTKE: Float32[Array, "B T K E"],
-    v_BTKGF: Float32[Array, "B T K G F"],
+    q_BTKE: Float[Array, "B T K E"],
+    k_BTKE: Float[Array, "B T K E"],
+    v_BTKGF: Float[Array, "B T K G F"],
     g_BTKG: Float32[Array, "B T K G"],
     beta_BTKG: Float32[Array, "B T K G"],
     segment_ids_BT: Int32[Array, "B T"],
     s_BKGEF: Float32[Array, "B K G E F"],
-) -> tuple[Float32[Array, "B T K G F"], Float32[Array, "B K G E F"]]:
+) -> tuple[Float[Array, "B T K G F"], Float32[Array, "B K G E F"]]:
     """The rule over a piece whose first segment continues the state `s`; the state behind the piece.
 
     Differentiable, also with respect to the state.
@@ -118,13 +119,13 @@ def gated_delta_rule_from(
 
 
 def continued_gated_delta_rule(
-    q_BTKE: Float32[Array, "B T K E"],
-    k_BTKE: Float32[Array, "B T K E"],
-    v_BTKGF: Float32[Array, "B T K G F"],
+    q_BTKE: Float[Array, "B T K E"],
+    k_BTKE: Float[Array, "B T K E"],
+    v_BTKGF: Float[Array, "B T K G F"],
     g_BTKG: Float32[Array, "B T K G"],
     beta_BTKG: Float32[Array, "B T K G"],
     s_BKGEF: Float32[Array, "B K G E F"],
-) -> tuple[Float32[Array, "B T K G F"], Float32[Array, "B K G E F"]]:
+) -> tuple[Float[Array, "B T K G F"], Float32[Array, "B K G E F"]]:
     """The rule over one more piece of a segment, from the state before it to the state after it.
 
     A token with g = 0 and beta = 0 leaves the state as it is. Not meant to be differentiated.
@@ -163,7 +164,7 @@ def _chunked(
     segment_ids_BT: Array,
     start_BKGEF: Array | None,
 ) -> tuple[Array, Array]:
-    """Outputs, and the state behind the last token.
+    """Outputs in the dtype of keys, queries and values, and the state behind the last token.
 
     `start_BKGEF` is the state that the first segment continues; None: all segments start empty.
     """
@@ -185,7 +186,7 @@ def _chunked(
 
     # Keys and queries together: both meet the keys, and both read the states.
     both_CBKXE = jnp.concatenate([k_CBKLE, q_CBKLE], axis=-2)
-    pairs_CBKXL = jnp.einsum("cbkxe,cbkje->cbkxj", both_CBKXE, k_CBKLE)
+    pairs_CBKXL = _pairs(both_CBKXE, k_CBKLE)
     similar_CBKLL, attention_CBKLL = jnp.split(pairs_CBKXL, 2, axis=-2)
     system_CBKGLL = jnp.where(
         causal_LL & ~jnp.eye(CHUNK_TOKENS, dtype=jnp.bool_),
@@ -200,17 +201,39 @@ def _chunked(
     written_CBKGLF, read_CBKLGF, end_BKEGF = states_through_chunks(
         system_CBKGLL,
         both_CBKXE,
-        beta_CBKGL[..., None] * v_CBKGLF,
+        (beta_CBKGL[..., None] * v_CBKGLF.astype(jnp.float32)).astype(v_CBKGLF.dtype),
         beta_CBKGL * from_start_CBKGL,
         to_end_CBKGL,
         kept_CBKG,
         start_BKEGF,
     )
-    within_CBKGLF = (attention_CBKLL[:, :, :, None] * decay_CBKGLL) @ written_CBKGLF
-    out_CBKGLF = within_CBKGLF + from_start_CBKGL[..., None] * jnp.swapaxes(read_CBKLGF, -3, -2)
+    dtype = written_CBKGLF.dtype
+    weights_CBKGLL = (attention_CBKLL[:, :, :, None] * decay_CBKGLL).astype(dtype)
+    within_CBKGLF = product("...ij,...jf->...if", weights_CBKGLL, written_CBKGLF)
+    before_CBKGLF = from_start_CBKGL[..., None] * jnp.swapaxes(read_CBKLGF, -3, -2).astype(jnp.float32)
+    out_CBKGLF = (within_CBKGLF.astype(jnp.float32) + before_CBKGLF).astype(dtype)
     out_BCLKGF = jnp.transpose(out_CBKGLF, (1, 0, 4, 2, 3, 5))
     out_BTKGF = out_BCLKGF.reshape(*out_BCLKGF.shape[:1], -1, *out_BCLKGF.shape[3:])[:, :tokens]
     return out_BTKGF, jnp.swapaxes(end_BKEGF, 2, 3)
+
+
+@jax.custom_vjp
+def _pairs(both_CBKXE: Array, k_CBKLE: Array) -> Float32[Array, "C B K X L"]:
+    """Products of a chunk's keys and queries with its keys; their gradient is rounded as the operands are."""
+    return float32_product("...xe,...je->...xj", both_CBKXE, k_CBKLE)
+
+
+def _pairs_forward(both: Array, keys: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _pairs(both, keys), (both, keys)
+
+
+def _pairs_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    both, keys = saved
+    gradient = gradient.astype(keys.dtype)
+    return product("...xj,...je->...xe", gradient, keys), product("...xj,...xe->...je", gradient, both)
+
+
+_pairs.defvjp(_pairs_forward, _pairs_backward)
 
 
 def _decays(g_CBKGL: Array, run_CBL: Array, before_CB1: Array) -> tuple[Array, Array, Array, Array]:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float, Float32
+
+from lazyjax.models.backend import traces_for_cpu
 
 #: Triangular blocks up to this size are inverted by a power series: its terms stay below
 #: binomial(7, 3) = 35 times the entries, so that float32 does not cancel.
@@ -22,20 +24,21 @@ _SERIES_SIZE = 8
 @jax.custom_vjp
 def states_through_chunks(
     system_CBKGLL: Float32[Array, "C B K G L L"],
-    both_CBKXE: Float32[Array, "C B K X E"],
-    values_CBKGLF: Float32[Array, "C B K G L F"],
+    both_CBKXE: Float[Array, "C B K X E"],
+    values_CBKGLF: Float[Array, "C B K G L F"],
     reads_CBKGL: Float32[Array, "C B K G L"],
     lasts_CBKGL: Float32[Array, "C B K G L"],
     kept_CBKG: Float32[Array, "C B K G"],
     start_BKEGF: Float32[Array, "B K E G F"],
-) -> tuple[
-    Float32[Array, "C B K G L F"], Float32[Array, "C B K L G F"], Float32[Array, "B K E G F"]
-]:
+) -> tuple[Float[Array, "C B K G L F"], Float[Array, "C B K L G F"], Float32[Array, "B K E G F"]]:
     """What every token writes, what it reads of the state before its chunk, and the state behind all chunks.
 
     Of each chunk, with its keys k and queries q (`both`, keys first) and S the state before it:
 
         (I + system) written = values - reads (k S);   read = q S;   S <- kept S + k^T (lasts written)
+
+    `both` and `values` have the dtype of every product's operands and results, and of the states that are
+    kept; decays, the inverse, sums over tokens and the state that goes from chunk to chunk are float32.
 
     The states before each chunk are named `delta_states` [B, C, K, E, G, F]: whoever keeps them never runs
     the sequence again. The backward pass needs no gradient of the inverse: with y that of the right side, the
@@ -49,13 +52,14 @@ def states_through_chunks(
 def _forward(
     system: Array, both: Array, values: Array, reads: Array, lasts: Array, kept: Array, start: Array
 ) -> tuple[tuple[Array, Array, Array], tuple[Array, ...]]:
-    inverse = inverse_of_unit_triangular(system)
+    inverse = inverse_of_unit_triangular(system).astype(both.dtype)
     keys, _ = jnp.split(both, 2, axis=-2)
 
     def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
         keys, inverse, values, reads, lasts, kept = chunk
-        written = _written(inverse, values, reads, _read(keys, state))
-        return _next(state, keys, written, lasts, kept), state
+        held = state.astype(keys.dtype)
+        written = _written(inverse, values, reads, _read(keys, held))
+        return _next(state, keys, written, lasts, kept), held
 
     end, states = jax.lax.scan(step, start, (keys, inverse, values, reads, lasts, kept))
     states = jnp.moveaxis(checkpoint_name(jnp.moveaxis(states, 0, 1), "delta_states"), 1, 0)
@@ -73,26 +77,26 @@ def _backward(saved: tuple[Array, ...], gradients: tuple[Array, Array, Array]) -
         """`after`: gradient of the state behind the chunk."""
         inverse, both, reads, lasts, kept, written_gradient, query_read_gradient = chunk
         keys, _ = jnp.split(both, 2, axis=-2)
-        key_after = _read(keys, after)
-        right = jnp.matrix_transpose(inverse) @ (written_gradient + lasts[..., None] * _swap(key_after))
+        held = after.astype(keys.dtype)
+        key_after = _read(keys, held)
+        right_gradient = written_gradient.astype(jnp.float32) + _scaled(lasts, _swap(key_after))
+        right = product("...ji,...jf->...if", inverse, right_gradient.astype(keys.dtype))
         read_gradient = _both_gradient(right, reads, query_read_gradient)
-        before = _scale(kept, after) + jnp.einsum("...xe,...xgf->...egf", both, read_gradient)
-        return before, (after, key_after, right)
+        before = _kept(kept, after) + float32_product("...xe,...xgf->...egf", both, read_gradient)
+        return before, (held, key_after, right)
 
     given = (inverse, both, reads, lasts, kept, written_gradient, query_read_gradient)
     start_gradient, (after, key_after, right) = jax.lax.scan(step, end_gradient, given, reverse=True)
-    both_gradient = jnp.einsum(
-        "...xgf,...egf->...xe", _both_gradient(right, reads, query_read_gradient), states
-    )
-    added = jnp.einsum("...lgf,...egf->...le", _swap(lasts[..., None] * written), after)
+    both_gradient = product("...xgf,...egf->...xe", _both_gradient(right, reads, query_read_gradient), states)
+    added = product("...lgf,...egf->...le", _swap(_scaled(lasts, written).astype(written.dtype)), after)
     keys_gradient, queries_gradient = jnp.split(both_gradient, 2, axis=-2)
     return (
-        -jnp.einsum("...if,...jf->...ij", right, written),
+        -float32_product("...if,...jf->...ij", right, written),
         jnp.concatenate([keys_gradient + added, queries_gradient], axis=-2),
         right,
-        -jnp.sum(right * _swap(key_read), axis=-1),
-        jnp.sum(written * _swap(key_after), axis=-1),
-        jnp.einsum("...egf,...egf->...g", states, after),
+        -_float32_sum(right, _swap(key_read)),
+        _float32_sum(written, _swap(key_after)),
+        float32_product("...egf,...egf->...g", states, after),
         start_gradient,
     )
 
@@ -100,25 +104,53 @@ def _backward(saved: tuple[Array, ...], gradients: tuple[Array, Array, Array]) -
 states_through_chunks.defvjp(_forward, _backward)
 
 
+def float32_product(axes: str, one: Array, other: Array) -> Float32[Array, "..."]:
+    """The product of arrays in their dtype, with its result in float32."""
+    if traces_for_cpu():
+        # XLA:CPU has no such product of bfloat16 for all axes, and computes it in float32 anyway.
+        return jnp.einsum(axes, one.astype(jnp.float32), other.astype(jnp.float32))
+    return jnp.einsum(axes, one, other, preferred_element_type=jnp.float32)
+
+
+def product(axes: str, one: Array, other: Array) -> Array:
+    """The product of arrays in their dtype, added up in float32: on XLA:CPU by asking for that."""
+    if traces_for_cpu():
+        return float32_product(axes, one, other).astype(one.dtype)
+    return jnp.einsum(axes, one, other)
+
+
+def _float32_sum(one: Array, other: Array) -> Array:
+    """Of the elements' products, over the last axis."""
+    return jnp.sum(one.astype(jnp.float32) * other.astype(jnp.float32), axis=-1)
+
+
+def _scaled(factors: Array, rows: Array) -> Float32[Array, "..."]:
+    """Every row by its factor."""
+    return factors[..., None] * rows.astype(jnp.float32)
+
+
 def _written(inverse: Array, values: Array, reads: Array, key_read: Array) -> Array:
-    return inverse @ (values - reads[..., None] * _swap(key_read))
+    right = values.astype(jnp.float32) - _scaled(reads, _swap(key_read))
+    return product("...ij,...jf->...if", inverse, right.astype(values.dtype))
 
 
 def _read(rows: Array, state: Array) -> Array:
     """[... X E] of a state [... E G F]: [... X G F]."""
-    return jnp.einsum("...xe,...egf->...xgf", rows, state)
+    return product("...xe,...egf->...xgf", rows, state)
 
 
 def _next(state: Array, keys: Array, written: Array, lasts: Array, kept: Array) -> Array:
-    return _scale(kept, state) + jnp.einsum("...le,...lgf->...egf", keys, _swap(lasts[..., None] * written))
+    return _kept(kept, state) + float32_product(
+        "...le,...lgf->...egf", keys, _swap(_scaled(lasts, written).astype(written.dtype))
+    )
 
 
 def _both_gradient(right: Array, reads: Array, query_read_gradient: Array) -> Array:
     """Of what keys and queries read: [... X G F]."""
-    return jnp.concatenate([-_swap(reads[..., None] * right), query_read_gradient], axis=-3)
+    return jnp.concatenate([-_swap(_scaled(reads, right).astype(right.dtype)), query_read_gradient], axis=-3)
 
 
-def _scale(kept: Array, state: Array) -> Array:
+def _kept(kept: Array, state: Array) -> Array:
     return kept[..., None, :, None] * state
 
 

@@ -1,7 +1,8 @@
 """The text model of Qwen3.5 and Qwen3.6: gated delta net blocks with gated full attention between.
 
-Numerics follow `transformers.models.qwen3_5`: norms, gates, decays and the delta rule in float32,
-projections in the compute dtype. Axes: see the legend in `lazyjax.models.layers`.
+Numerics follow `transformers.models.qwen3_5`: norms, gates and decays in float32, projections in the compute
+dtype. So are products of the delta rule (`lazyjax.models.delta_net`), where the reference without kernels has
+float32. Axes: see the legend in `lazyjax.models.layers`.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class GatedDeltaNet(nnx.Module):
         self.out_proj = Linear(value_size, size, stddev=stddev, rngs=rngs)
 
     def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
-        """Mixes tokens; decays, write strengths and the rule in float32."""
+        """Mixes tokens; decays and write strengths in float32."""
         mixed_BTP, z_BTKGF, g_BTKG, beta_BTKG = self.project(x_BTD)
         q_BTKE, k_BTKE, v_BTKGF = self.split(self.conv1d(mixed_BTP, context.segment_ids_BT))
         out_BTKGF = chunked_gated_delta_rule(
@@ -209,12 +210,12 @@ class GatedDeltaNet(nnx.Module):
 
     def split(
         self, mixed_BTP: Float[Array, "B T P"]
-    ) -> tuple[Float32[Array, "B T K E"], Float32[Array, "B T K E"], Float32[Array, "B T K G F"]]:
-        """Queries, keys and values from the convolution's output."""
+    ) -> tuple[Float[Array, "B T K E"], Float[Array, "B T K E"], Float[Array, "B T K G F"]]:
+        """Queries, keys and values from the convolution's output; queries and keys of unit length."""
         shape = self.shape
         heads = (*mixed_BTP.shape[:2], shape.key_heads)
         key_size = shape.key_heads * shape.key_head_dim
-        mixed_BTP = jax.nn.silu(mixed_BTP).astype(jnp.float32)
+        mixed_BTP = jax.nn.silu(mixed_BTP)
         q_BTKE, k_BTKE, v_BTKGF = (
             part.reshape(*heads, *rest)
             for part, rest in zip(
@@ -223,10 +224,10 @@ class GatedDeltaNet(nnx.Module):
                 strict=True,
             )
         )
-        return _unit(q_BTKE) * shape.key_head_dim**-0.5, _unit(k_BTKE), v_BTKGF
+        return unit_vectors(q_BTKE, shape.key_head_dim**-0.5), unit_vectors(k_BTKE, 1.0), v_BTKGF
 
     def output(
-        self, out_BTKGF: Float32[Array, "B T K G F"], z_BTKGF: Float[Array, "B T K G F"]
+        self, out_BTKGF: Float[Array, "B T K G F"], z_BTKGF: Float[Array, "B T K G F"]
     ) -> Float[Array, "B T D"]:
         """Normalises, gates and projects what the rule gave."""
         out_BTKGF = checkpoint_name(out_BTKGF.astype(z_BTKGF.dtype), "delta_out")
@@ -254,8 +255,11 @@ def log_decay(
     return -jnp.exp(a_log.astype(jnp.float32)) * jax.nn.softplus(a)
 
 
-def _unit(x: Float32[Array, "... size"]) -> Float32[Array, "... size"]:
-    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _UNIT_EPS)
+def unit_vectors(x: Float[Array, "... size"], length: float) -> Float[Array, "... size"]:
+    """Brought to this length, in float32; dtype kept."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + _UNIT_EPS)
+    return (wide * scale * length).astype(x.dtype)
 
 
 class DeltaNetBlock(nnx.Module):

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend.core import jaxprs_in_params
 
+from lazyjax.models.backend import for_accelerator
 from lazyjax.models.delta_net import (
     CHUNK_TOKENS,
     causal_convolution,
@@ -177,6 +179,37 @@ def test_convolution():
     for t, start in enumerate([0, 0, 0, 0, 0, 5, 5, 7, 7]):
         expected = sum(kernel[3 - (t - s)] * x[0, s] for s in range(max(start, t - 3), t + 1))
         np.testing.assert_allclose(out[0, t], expected, rtol=1e-5)
+
+
+def _products(jaxpr):
+    """All matrix products of a program, with those of loops and calls."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from _products(inner)
+
+
+def test_products_of_bfloat16_read_bfloat16():
+    """On an accelerator: only inverses inside chunks are float32, and so are sums."""
+    heads, length = (2, 128, KEY_HEADS), jnp.bfloat16
+    shapes = [(*heads, KEY_SIZE), (*heads, KEY_SIZE), (*heads, GROUPS, VALUE_SIZE)]
+    given = [jax.ShapeDtypeStruct(shape, length) for shape in shapes]
+    given += [jax.ShapeDtypeStruct((*heads, GROUPS), jnp.float32)] * 2
+    segments = jax.ShapeDtypeStruct(heads[:2], jnp.int32)
+
+    def both(*inputs):
+        out, pullback = jax.vjp(lambda *a: chunked_gated_delta_rule(*a, inputs[-1]), *inputs[:-1])
+        return pullback(out)
+
+    with for_accelerator():
+        traced = jax.make_jaxpr(both)(*given, segments).jaxpr
+    found = list(_products(traced))
+    wide = [e for e in found if any(atom.aval.dtype == jnp.float32 for atom in e.invars)]
+    assert len(found) > len(wide) > 0
+    for equation in wide:
+        assert equation.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+        assert all(size <= CHUNK_TOKENS // 2 for size in equation.outvars[0].aval.shape[-2:])
 
 
 def test_segment_starts():

@@ -99,7 +99,7 @@ def _part_bytes(hidden_elements: int, named: Mapping[str, int]) -> tuple[int, in
     forward = _STREAM_BYTES * hidden_elements + 5 * gate
     backward = _STREAM_GRADIENT_BYTES * hidden_elements + 9 * gate
     if "delta_states" in named:
-        qkv, out, states = named["delta_qkv"], named["delta_out"], named["delta_states"] // 2
+        qkv, out, states = named["delta_qkv"], named["delta_out"], named["delta_states"]
         forward += 3 * qkv + 10 * out + 2 * states
         backward += 5 * qkv + 16 * out + 4 * states
     return forward, backward
@@ -109,7 +109,7 @@ def _held_parts(named: Mapping[str, int]) -> int:
     """Bytes that autograd holds of an MLP's gate (silu and product) and of a delta rule."""
     held = 2 * named["gate"]
     if "delta_states" in named:
-        held += named["delta_qkv"] + 4 * named["delta_out"] + named["delta_states"] // 2
+        held += named["delta_qkv"] + 4 * named["delta_out"] + named["delta_states"]
     return held
 
 
