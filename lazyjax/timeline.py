@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -97,6 +98,15 @@ class Timeline:
             for sample in self.memory
         ]
         return {"traceEvents": trace, "displayTimeUnit": "ms"}
+
+
+def covered_seconds(events: Iterable[Event]) -> float:
+    """Seconds in which at least one of the events was under way."""
+    covered, until = 0.0, -math.inf
+    for start, end in sorted((event.start_seconds, event.end_seconds) for event in events):
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered
 
 
 def write_perfetto(timelines: Sequence[Timeline], path: pathlib.Path) -> None:

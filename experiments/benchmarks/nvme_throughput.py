@@ -32,7 +32,7 @@ import pathlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -55,7 +55,7 @@ from lazyjax.planning.program.schedule import build_schedule
 from lazyjax.planning.program.simulate import simulate
 from lazyjax.specs import Part
 from lazyjax.storage.nvme import Drive, DriveTransfer, NvmeStore
-from lazyjax.timeline import Event, Resource, Timeline
+from lazyjax.timeline import Resource, Timeline, covered_seconds
 
 RESULT = pathlib.Path(__file__).parent / "results" / "nvme_throughput.md"
 SOURCES = ("lazyjax", "experiments/emulation.py", "experiments/benchmarks/nvme_throughput.py")
@@ -166,20 +166,8 @@ def of_step(timeline: Timeline, synced: float) -> Transfers:
     )
     return Transfers(
         sum(event.bytes for event in reads), sum(event.bytes for event in writes),
-        _covered(reads + writes) + synced, synced, _covered(reads), _covered(writes),
+        covered_seconds(reads + writes) + synced, synced, covered_seconds(reads), covered_seconds(writes),
     )  # fmt: skip
-
-
-def _covered(events: Sequence[Event]) -> float:
-    """Seconds in which at least one of them was under way."""
-    return sum(_pieces(sorted((event.start_seconds, event.end_seconds) for event in events)))
-
-
-def _pieces(spans: Sequence[tuple[float, float]]) -> Iterator[float]:
-    until = 0.0
-    for start, end in spans:
-        yield max(0.0, end - max(start, until))
-        until = max(until, end)
 
 
 def throughput(executor: Executor, folder: pathlib.Path, steps: int) -> list[tuple[Transfers, Transfers]]:

@@ -40,7 +40,7 @@ from lazyjax.optim.clipping import ClipRule
 from lazyjax.optim.make import make_host_optimizer
 from lazyjax.planning.plan.baselines import recompute_all
 from lazyjax.storage.host import allocate_host_store
-from lazyjax.timeline import Resource, Timeline
+from lazyjax.timeline import Resource, Timeline, covered_seconds
 
 RATE, CLIP, DECAY = 1e-4, 1.0, 0.01
 Parameters = list[tuple[jax.Array, ...]]
@@ -137,16 +137,10 @@ def where_time_goes(timeline: Timeline, step_seconds: float) -> dict[str, float]
     An update is deferred: it runs beside the forward pass of the step after its own.
     """
     seconds: dict[str, float] = defaultdict(float)
-    computing = []
     for event in timeline.events:
         seconds[event.action] += event.end_seconds - event.start_seconds
-        if event.resource is Resource.COMPUTE:
-            computing.append((event.start_seconds, event.end_seconds))
-    covered, until = 0.0, 0.0
-    for start, end in sorted(computing):
-        covered += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return {**seconds, "no kernel runs": step_seconds - covered}
+    kernels = (event for event in timeline.events if event.resource is Resource.COMPUTE)
+    return {**seconds, "no kernel runs": step_seconds - covered_seconds(kernels)}
 
 
 def lane_rows(lanes: Sequence[dict[str, float]], step_seconds: float) -> list[str]:

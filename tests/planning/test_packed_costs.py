@@ -86,7 +86,9 @@ def counting(tokens: int, block: int, window: int | None):
 
     @jax.jit
     def run(ids_BT, x_BTNH):
-        attend = lambda x: attention.blockwise_attention(x, x, x, ids_BT, 1.0, window, block)  # noqa: E731
+        def attend(x_BTNH):
+            return attention.blockwise_attention(x_BTNH, x_BTNH, x_BTNH, ids_BT, 1.0, window, block)
+
         out, pullback = jax.vjp(attend, x_BTNH)
         return pullback(out)
 

@@ -95,7 +95,10 @@ class TimeModel:
             return Affine(self.problem.seconds(update))
         if operation.action not in COMPUTE_ACTIONS:
             for change, condition in operation.moves.items():
-                total.add(condition, self._moving_seconds(operation, change))
+                seconds = self.problem.transfer_seconds(
+                    operation.action, operation.layer, change.place, change.times
+                )
+                total.add(condition, seconds)
             return total
         if operation.action is Action.LOSS:
             for tokens, condition in self.choices.head_chunks():
@@ -108,9 +111,6 @@ class TimeModel:
         for names, condition in self.choices.saved_sets(operation.layer):
             total.add(condition, self._compute_seconds(operation, operation.layer, names))
         return total
-
-    def _moving_seconds(self, operation: LiftedOperation, change: Change) -> float:
-        return self.problem.transfer_seconds(operation.action, operation.layer, change.place, change.times)
 
     def _compute_seconds(
         self,
