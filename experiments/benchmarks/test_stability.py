@@ -1,12 +1,13 @@
 """Whether the tests' outcome depends on the machine's load, on their order, or on how they are spread.
 
 Command:  python -m experiments.benchmarks.test_stability [--busy 4] [--random-order] [--workers 1,4]
-              [--repeats 3] [--seed 0] [--save] [TESTS ...]
+              [--together] [--repeats 3] [--seed 0] [--save] [TESTS ...]
 Whole runs of the suite (or of TESTS): beside busy loops, in random order, and with several numbers of
-worker processes; each condition only where it is asked for, all three where none is. A run is green when
-nothing failed and the run itself ended. Random order: folders' files in an order drawn by the seed, the
-tests of a file likewise (fixtures of a file then are made once). Expected: green, about as long as one run
-of the suite each, busy ones several times that.
+worker processes; each condition only where it is asked for, all three where none is. With --together every
+run is made under all conditions at once, one run per number of workers: harder, and fewer runs. A run is
+green when nothing failed and the run itself ended. Random order: folders' files in an order drawn by the
+seed, the tests of a file likewise (fixtures of a file then are made once). Expected: green, about as long as
+one run of the suite each, busy ones several times that.
 """
 
 from __future__ import annotations
@@ -122,11 +123,15 @@ def conditions(options: argparse.Namespace) -> list[Condition]:
     """The runs that the options ask for; all kinds where they name none."""
     everything = not (options.busy or options.random_order or options.workers)
     busy = options.busy or (4 if everything else 0)
-    counts = options.workers or ("1,4" if everything else "")
+    counts = [int(count) for count in (options.workers or ("1,4" if everything else "")).split(",") if count]
+    if options.together:
+        counts = counts or [Condition().workers]
+        orders = [options.seed + number if options.random_order else None for number in range(len(counts))]
+        return [Condition(busy, *rest) for rest in zip(orders, counts, strict=True)]
     runs = [Condition(busy=busy)] * options.repeats if busy else []
     if options.random_order or everything:
         runs += [Condition(order=options.seed + number) for number in range(options.repeats)]
-    return runs + [Condition(workers=int(count)) for count in counts.split(",") if count]
+    return runs + [Condition(workers=count) for count in counts]
 
 
 def table(results: Sequence[tuple[Condition, Outcome]]) -> str:
@@ -151,6 +156,7 @@ def main() -> int:
     parser.add_argument("--busy", type=int, default=0, help="busy loops beside the runs")
     parser.add_argument("--random-order", action="store_true", help="runs in random order")
     parser.add_argument("--workers", default="", help="numbers of worker processes, e.g. 1,4")
+    parser.add_argument("--together", action="store_true", help="each run under all conditions named")
     parser.add_argument("--repeats", type=int, default=3, help="runs per kind (of --workers: one each)")
     parser.add_argument("--seed", type=int, default=0, help="of the first random order")
     parser.add_argument("--save", action="store_true", help=f"write {RESULT.name}")
