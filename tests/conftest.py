@@ -10,6 +10,7 @@ import gc
 import os
 import pathlib
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -52,6 +53,13 @@ hypothesis.settings.register_profile(
     print_blob=True,
 )
 hypothesis.settings.load_profile("lazyjax")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hangup_is_not_ignored() -> None:
+    """Under `nohup` the signal of a dropped terminal is ignored, which a run respects; tests send it."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import threading
 import types
 
 from experiments.benchmarks import test_stability as stability
@@ -18,7 +20,7 @@ REPORT = """<testsuites><testsuite>
 
 
 def options(**changed: object) -> argparse.Namespace:
-    given = {"busy": 0, "random_order": False, "workers": "", "repeats": 2, "seed": 5}
+    given = {"busy": 0, "random_order": False, "workers": "", "repeats": 2, "seed": 5, "together": False}
     return argparse.Namespace(**given | changed)
 
 
@@ -27,6 +29,29 @@ def test_all_conditions_unless_some_are_asked_for():
     assert conditions(options()) == [*busy, *orders, Condition(workers=1), Condition(workers=4)]
     assert conditions(options(random_order=True)) == orders
     assert conditions(options(busy=1, workers="3")) == [*[Condition(busy=1)] * 2, Condition(workers=3)]
+
+
+def test_together_every_run_is_under_all_conditions():
+    both = [Condition(3, 5, 1), Condition(3, 6, 4)]
+    assert conditions(options(together=True, busy=3, random_order=True, workers="1,4")) == both
+    assert conditions(options(together=True, busy=3)) == [Condition(busy=3)]
+
+
+def test_runs_at_once_share_the_busy_loops(monkeypatch):
+    """All of them are under way before the first one ends."""
+    loops, together = [], threading.Barrier(2)
+
+    def run(condition: Condition, tests: list[str]) -> Outcome:
+        together.wait(timeout=600)
+        return Outcome(len(tests), 0, (), 0, float(condition.workers))
+
+    monkeypatch.setattr(stability, "run_tests", run)
+    monkeypatch.setattr(stability, "busy_loops", lambda count: contextlib.nullcontext(loops.append(count)))
+    asked = [Condition(busy=4, workers=1), Condition(busy=4, workers=4)]
+    found = dict(stability.outcomes(asked, ["one"], at_once=True))
+    assert found == {run._replace(others=1): Outcome(1, 0, (), 0, float(run.workers)) for run in asked}
+    assert loops == [4]
+    assert "and 1 other run" in str(next(iter(found)))
 
 
 def test_a_report_is_counted_and_names_what_went_wrong(tmp_path):
