@@ -15,6 +15,9 @@ from typing import Literal
 
 Sense = Literal["<", ">", "="]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+#: Of the same program: a path of questions that go on from each other's answers, those aside of it, and those
+#: that are far from any other and begin anew.
+Line = Literal["path", "aside", "anew"]
 
 _numbers = itertools.count()
 
@@ -67,10 +70,14 @@ class Question:
         start: column -> value of a known solution; may leave columns out.
         relative_gap: at which to stop.
         max_seconds: at which to stop.
+        line: which earlier answer a relaxation goes on from: the last one of its line.
+        large: a relaxation that takes long from nothing; from there it may be solved by interior points.
     """
 
     solver: str
     relaxed: bool = False
+    line: Line = "path"
+    large: bool = False
     bounds: Mapping[int, tuple[float, float]] = dataclasses.field(default_factory=dict)
     start: Mapping[int, float] = dataclasses.field(default_factory=dict)
     relative_gap: float = 1e-4

@@ -24,7 +24,7 @@ from lazyjax.planning.planner.solver import SolverFailure, shared_process, solve
 from lazyjax.planning.planner.timing import TimeModel
 
 #: Seconds for a linear relaxation (27B: 1 s), after which it does without.
-_RELAX_SECONDS = 30.0
+RELAX_SECONDS = 30.0
 #: Units of time in a rough period. Solvers drop durations of less than about 1e-6 units, and are slow
 #: where units are much smaller than what they decide about; the exact number is for fixed decisions.
 _TIME_UNITS, _EXACT_TIME_UNITS = 4e2, 4e6
@@ -54,7 +54,7 @@ class Program:
         self.linear.limit_memory()
         self.linear.time(_TIME_UNITS)
 
-    def _ask(self, question: Question, rows: ProgramRows | None = None) -> Answer | None:
+    def ask(self, question: Question, rows: ProgramRows | None = None) -> Answer | None:
         """The solver's answer, by default about all rows; None, and one more failure, where it has none."""
         try:
             return self.process.solve((rows or self.linear).program, question)
@@ -70,7 +70,7 @@ class Program:
         if self.bound is None:
             self.bound = math.inf
             if not self.rows.hopeless(self.problem.capacity):
-                answer = self._ask(Question(self.solver, relaxed=True, max_seconds=_RELAX_SECONDS))
+                answer = self.ask(Question(self.solver, relaxed=True, large=True, max_seconds=RELAX_SECONDS))
                 if answer is None or answer.status == "unknown":
                     self.bound = self.model.least_seconds()
                 elif answer.status != "infeasible":
@@ -148,7 +148,7 @@ class Program:
         if bound >= min(period * (1 - relative_gap), cutoff_seconds) or left_seconds <= 0:
             return start, bound
         known = {} if start is None else dict(zip(self.linear.binaries, map(float, start), strict=True))
-        answer = self._ask(
+        answer = self.ask(
             Question(
                 self.solver,
                 bounds={self.linear.period: (0.0, cutoff_seconds / self.linear.time_unit)},
@@ -180,7 +180,7 @@ class Program:
         exact.time(_EXACT_TIME_UNITS)
         for column, value in zip(exact.binaries, values, strict=True):
             exact.program.lower[column] = exact.program.upper[column] = float(value)
-        answer = self._ask(Question(self.solver, relaxed=True, max_seconds=_RELAX_SECONDS), exact)
+        answer = self.ask(Question(self.solver, relaxed=True, max_seconds=RELAX_SECONDS), exact)
         if answer is None or answer.status != "optimal":
             return math.inf
         return answer.objective * exact.time_unit

@@ -30,12 +30,13 @@ class ProgramRows:
         byte_units: bytes to a unit of each tier's rows.
         time_unit: seconds to a unit of time.
         period: column of the period.
+        exclusive: sets of variables of which one at most is on, each with the columns that are then 0.
     """
 
     def __init__(self, model: TimeModel, memory: MemoryRows) -> None:
         self.model, self.memory, self.problem = model, memory, model.problem
         self.program = LinearProgram()
-        self.byte_units = self._byte_units()
+        self.byte_units = _byte_units(memory, model.problem.capacity)
         self.time_unit = math.nan
         self._decide()
         self.binaries = self.variables[: model.choices.binaries]
@@ -45,25 +46,18 @@ class ProgramRows:
         assert answer.values is not None
         return np.array([answer.values[column] for column in self.binaries])
 
-    def _byte_units(self) -> dict[Tier, float]:
-        """The smallest memory; of a tier that has none, the most that may be asked of it, where that is less.
-
-        In larger units all that is asked of it would be within the solvers' tolerance.
-        """
-        smallest = float(min([size for size in self.problem.capacity.values() if size], default=1))
-        most = self.memory.constants + np.maximum(self.memory.matrix, 0.0).sum(axis=0)
-        units = dict.fromkeys(Tier, smallest)
-        for tier in Tier:
-            if not self.problem.capacity[tier]:
-                asked = [size for size, own in zip(most, self.memory.tiers, strict=True) if own is tier]
-                units[tier] = min(smallest, max(1.0, *asked)) if asked else smallest
-        return units
-
     def _decide(self) -> None:
         choices = self.model.choices
         self.variables = [self.program.add_column(upper=1.0, integral=True) for _ in range(choices.binaries)]
+        self.exclusive = {group: list[int]() for decision in choices.decisions for group in decision.groups()}
         for row in choices.rows():
-            self._add(self._terms(row.terms), row.terms.constant - row.right, row.sense)
+            terms = self._terms(row.terms)
+            if row.sense == "<" and row.right == 1.0 and set(row.terms.terms.values()) == {1.0}:
+                none = self.program.add_column(upper=1.0)
+                self.exclusive[frozenset(row.terms.terms)] = [none]
+                self._add({**terms, none: 1.0}, row.terms.constant - row.right, "=")
+            else:
+                self._add(terms, row.terms.constant - row.right, row.sense)
         for pair in choices.products:
             variable = self.program.add_column(upper=1.0)
             self.variables.append(variable)
@@ -169,3 +163,18 @@ class ProgramRows:
         if previous:
             terms[self.period] = 1.0
         self._add(terms, duration.constant, ">")
+
+
+def _byte_units(memory: MemoryRows, capacity: Mapping[Tier, int]) -> dict[Tier, float]:
+    """The smallest memory; of a tier that has none, the most that may be asked of it, where that is less.
+
+    In larger units all that is asked of it would be within the solvers' tolerance.
+    """
+    smallest = float(min([size for size in capacity.values() if size], default=1))
+    most = memory.constants + np.maximum(memory.matrix, 0.0).sum(axis=0)
+    units = dict.fromkeys(Tier, smallest)
+    for tier in Tier:
+        if not capacity[tier]:
+            asked = [size for size, own in zip(most, memory.tiers, strict=True) if own is tier]
+            units[tier] = min(smallest, max(1.0, *asked)) if asked else smallest
+    return units

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import math
 import time
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from lazyjax.planning.plan.document import Plan, PlanError, Prediction
 from lazyjax.planning.planner.decisions.decision import Binaries
+from lazyjax.planning.planner.divide import divide
 from lazyjax.planning.planner.feasibility import finest_miss, nearest_miss
 from lazyjax.planning.planner.leanest import leanest_plan
 from lazyjax.planning.planner.milp import Program
@@ -92,13 +94,14 @@ class SearchResult:
 
 @dataclasses.dataclass
 class _Candidate:
-    """A setting with its program, and what is known of it so far; `tries` of branching."""
+    """A setting with its program, and what is known of it so far: `tries` of branching, times in cases."""
 
     settings: Plan
     program: Program
     bound_seconds: float
     period_seconds: float | None = None
     tries: int = 0
+    divisions: int = 0
 
     def attempt(self) -> Attempt:
         return Attempt(self.settings, self.bound_seconds, self.period_seconds)
@@ -211,7 +214,11 @@ def find_plan(
             _start_lean(request, search, added)
         while time.monotonic() < deadline and (open_ := search.open_candidates()):
             share = (deadline - time.monotonic()) / len(open_)
-            _branch(search, open_[0], time.monotonic() + max(_LEAST_SECONDS, share), progress)
+            until = time.monotonic() + max(_LEAST_SECONDS, share)
+            if open_[0].divisions < 2:
+                _divide(search, open_[0], until, progress)
+            else:
+                _branch(search, open_[0], until, progress)
         if search.best is not None:
             return _found(request, search, begun, deadline)
     attempts = tuple(candidate.attempt() for candidate in search.candidates)
@@ -266,6 +273,9 @@ def _descend(
         over = search.best is not None and (rank >= _DESCENTS or time.monotonic() >= deadline)
         if over or candidate.bound_seconds >= search.target_seconds:
             break
+        _divide(search, candidate, deadline, progress)
+        if candidate.bound_seconds >= search.target_seconds:
+            continue
         starts = search.starts(candidate, warm_starts)
         enough = search.bound_seconds / (1 - search.relative_gap)
         values = candidate.program.descend(starts, search.deadline(deadline), enough)
@@ -273,39 +283,39 @@ def _descend(
             search.offer(candidate, values)
             progress(f"{_name(candidate.settings)}: {candidate.period_seconds:.3f} s")
             if search.best is not None and search.best[0] is candidate:
-                for settings in looser_settings(request, candidate.settings):
-                    _loosen(request, settings, search, deadline, solver, progress)
+                _loosen(request, candidate, search, deadline, solver, progress)
 
 
 def _loosen(
     request: Request,
-    settings: Plan,
+    close: _Candidate,
     search: _Search,
     deadline: float,
     solver: str | None,
     progress: Callable[[str], None],
 ) -> None:
-    """Descent on a looser setting, where the best plan is not close enough.
+    """Descent on settings looser than that of the best plan, while its own bound is not reached.
 
     From the relaxation, for the best plan may not fit there: what is copied takes memory for longer. Where
     that does not come close enough either, from the best plan.
     """
-    if search.bound_seconds >= search.target_seconds or time.monotonic() >= deadline:
-        return
-    program = Program(problem_of(request, settings), solver)
-    candidate = _Candidate(settings, program, program.relax())
-    if not math.isfinite(candidate.bound_seconds):
-        return
-    search.add([candidate])
-    enough, starts = search.bound_seconds / (1 - search.relative_gap), search.starts(candidate, ())
-    values = program.descend((), deadline, enough)
-    if values is not None:
-        search.offer(candidate, values)
-    for start in filter(program.fits, starts):
-        if search.bound_seconds < search.target_seconds and time.monotonic() < deadline:
-            search.offer(candidate, program.descend_from(start, deadline, enough))
-    if candidate.period_seconds is not None:
-        progress(f"{_name(settings)}: {candidate.period_seconds:.3f} s")
+    for settings in looser_settings(request, close.settings):
+        if close.bound_seconds >= search.target_seconds or time.monotonic() >= deadline:
+            return
+        program = Program(problem_of(request, settings), solver)
+        candidate = _Candidate(settings, program, program.relax())
+        if not math.isfinite(candidate.bound_seconds):
+            continue
+        search.add([candidate])
+        enough, starts = search.bound_seconds / (1 - search.relative_gap), search.starts(candidate, ())
+        values = program.descend((), deadline, enough)
+        if values is not None:
+            search.offer(candidate, values)
+        for start in filter(program.fits, starts):
+            if close.bound_seconds < search.target_seconds and time.monotonic() < deadline:
+                search.offer(candidate, program.descend_from(start, deadline, enough))
+        if candidate.period_seconds is not None:
+            progress(f"{_name(settings)}: {candidate.period_seconds:.3f} s")
 
 
 def _start_lean(request: Request, search: _Search, candidates: Sequence[_Candidate]) -> None:
@@ -321,13 +331,36 @@ def _start_lean(request: Request, search: _Search, candidates: Sequence[_Candida
             return
 
 
+def _divide(search: _Search, candidate: _Candidate, deadline: float, progress: Callable[[str], None]) -> None:
+    """Cases of one candidate, where it may have a plan better by more than the gap."""
+    if candidate.divisions > 1:
+        return
+    had_plan = search.best is not None
+    if candidate.bound_seconds < search.target_seconds and time.monotonic() < deadline:
+        _prove(search, candidate, functools.partial(divide, candidate.program), deadline, progress)
+        # Without a plan that was all about finding one: with a target it is worth another time.
+        candidate.divisions += 2 if had_plan else 1
+
+
 def _branch(search: _Search, candidate: _Candidate, deadline: float, progress: Callable[[str], None]) -> None:
     """Branch and bound on one candidate, until it is better, closed or out of time."""
+    candidate.tries += 1
+    _prove(search, candidate, candidate.program.branch, deadline, progress)
+
+
+def _prove(
+    search: _Search,
+    candidate: _Candidate,
+    solve: Callable[..., tuple[Binaries | None, float]],
+    deadline: float,
+    progress: Callable[[str], None],
+) -> None:
+    """Takes up the better plan and the bound that one of the program's ways of solving comes to."""
     own = search.best is not None and search.best[0] is candidate
     assert search.best is None or math.isfinite(search.period_seconds)
     start = search.best[1] if own and search.best is not None else None
     known_failures = len(candidate.program.failures)
-    values, bound = candidate.program.branch(
+    values, bound = solve(
         start,
         # Elsewhere only what is better by more than the gap is of interest.
         cutoff_seconds=math.inf if own or search.best is None else search.target_seconds,
@@ -335,7 +368,6 @@ def _branch(search: _Search, candidate: _Candidate, deadline: float, progress: C
         relative_gap=search.relative_gap,
     )
     candidate.bound_seconds = max(candidate.bound_seconds, bound)
-    candidate.tries += 1
     for failure in candidate.program.failures[known_failures:]:
         progress(f"{failure}; going on without it")
     if values is not None:

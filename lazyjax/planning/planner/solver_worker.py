@@ -23,7 +23,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from lazyjax.planning.planner.linear import Answer, LinearProgram, Question
+from lazyjax.planning.planner.linear import Answer, Line, LinearProgram, Question
 
 _HIGHS_LIBRARY = "PMIP_HIGHS_LIBRARY"
 #: HiGHS keeps one pool of threads per process and refuses another number later.
@@ -74,6 +74,8 @@ class _Model:
 
     def __init__(self, mip: Any, program: LinearProgram, solver: str) -> None:
         self.mip = mip
+        # CBC's interior points take longer than its simplex.
+        self.interior, self.answered = solver == "HIGHS", False
         self.model = mip.Model(solver_name=solver)
         self.model.verbose = 0
         self.model.threads = _THREADS
@@ -113,8 +115,13 @@ class _Model:
         if question.start:
             model.start = [(self.columns[column], value) for column, value in question.start.items()]
         if question.relaxed:
+            from_nothing = question.line == "anew" or not self.answered
+            interior = self.interior and question.large and from_nothing
+            model.lp_method = self.mip.LP_Method.BARRIER if interior else self.mip.LP_Method.AUTO
+            self.answered = True
             status = model.optimize(relax=True)
         else:
+            model.lp_method = self.mip.LP_Method.AUTO
             status = model.optimize(max_seconds=question.max_seconds)
         # Solvers forget their results when a column changes, so all of them are read first.
         infeasible = status in (statuses.INFEASIBLE, statuses.INT_INFEASIBLE)
@@ -150,7 +157,7 @@ def _bound(said: float | None) -> float:
 def serve(connection: Connection) -> None:
     """Answers until the other end closes; an answer is an `Answer` or the text of a failure."""
     mip = _import_mip()
-    models: dict[tuple[int, str], _Model] = {}
+    models: dict[tuple[int, str, Line], _Model] = {}
     programs: dict[int, LinearProgram] = {}
     while True:
         try:
@@ -164,7 +171,7 @@ def serve(connection: Connection) -> None:
         if request.program is not None:
             programs[request.number] = request.program
         try:
-            key = (request.number, request.question.solver)
+            key = (request.number, request.question.solver, request.question.line)
             if key not in models:
                 models[key] = _Model(mip, programs[request.number], request.question.solver)
             answer: Answer | str = models[key].solve(request.question)
