@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 
 from lazyjax.planning.plan.document import Plan
+from lazyjax.planning.planner.divide import divide
 from lazyjax.planning.planner.leanest import memory_shortfall
 from lazyjax.planning.planner.milp import Program
 from lazyjax.planning.planner.problem import Problem
@@ -68,9 +69,13 @@ def solve(
     if bound < math.inf:
         starts = [] if warm_start is None else [program.model.choices.encode(warm_start)]
         start = program.descend(starts, deadline, bound / (1 - relative_gap))
+        start, divided = divide(
+            program, start, cutoff_seconds=cutoff_seconds, deadline=deadline, relative_gap=relative_gap
+        )
         start, bound = program.branch(
             start, cutoff_seconds=cutoff_seconds, deadline=deadline, relative_gap=relative_gap
         )
+        bound = max(bound, divided)
     shortfall: Mapping[Tier, int] = {}
     if start is None and bound == math.inf and cutoff_seconds == math.inf:
         shortfall = memory_shortfall(problem, time_limit_seconds=time_limit_seconds, solver=solver)
