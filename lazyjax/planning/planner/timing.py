@@ -22,6 +22,7 @@ from lazyjax.planning.program.contention import BEARING, NO_CONTENTION
 from lazyjax.planning.program.expansion import Change, Expansion, LiftedOperation
 from lazyjax.planning.program.operations import COMPUTE_ACTIONS, Action, Operation, Place, Schedule
 from lazyjax.planning.program.schedule import expand
+from lazyjax.planning.program.seam import waits_across
 from lazyjax.planning.program.simulate import simulate
 from lazyjax.planning.program.tiers import DOWN, STATE_UP, UP
 from lazyjax.planning.program.windows import Item
@@ -234,27 +235,10 @@ class _Waits:
 
     def previous(self, operation: LiftedOperation) -> Iterator[Wait]:
         """Waits for operations of the step before."""
-        expansion, action = self.expansion, operation.action
-        deferred = expansion.settings.update == "deferred"
-        if action is Action.UPDATE and deferred:
-            yield self.index[expansion.order.gradient(operation.layer)], ALWAYS
-            yield self.index[expansion.order.last_norm], ALWAYS
-        elif action is Action.FETCH and not deferred:
-            yield self.index[expansion.order.update(expansion.head)], ALWAYS
-        elif action in STATE_UP:
-            # Where the last layer's is not needed, it ends with the last one before it.
-            last = [*expansion.state_writes[STATE_UP[action]].values()][-1]
-            for condition in operation.exists:
-                yield self.index[last], condition
-            gradient = expansion.order.gradient_write(operation.layer)
-            if deferred and gradient in self.index:
-                for condition in expansion.operations[gradient].exists:
-                    yield self.index[gradient], condition
-        elif action is Action.LOAD_PARAMETERS and not deferred:
-            for written in expansion.state_writes.values():
-                if operation.layer in written:
-                    for condition in operation.exists:
-                        yield self.index[written[operation.layer]], condition
+        for slots, conditions in waits_across(self.expansion, operation):
+            # Where a plan does not need the last one, it ends with the last one before it.
+            for condition in conditions:
+                yield self.index[slots[-1]], condition
 
 
 def _merged(waits: Iterator[Wait]) -> list[Wait]:

@@ -18,6 +18,7 @@ from lazyjax.planning.program.operations import (
     Operation,
     Place,
 )
+from lazyjax.planning.program.seam import waits_across
 from lazyjax.planning.program.tiers import DOWN, STATE_UP, UP
 from lazyjax.planning.program.windows import Window
 from lazyjax.specs import Tier
@@ -164,23 +165,7 @@ class _Evaluation:
 
     def _waits_previous(self, lifted: LiftedOperation) -> Iterator[int]:
         """What the first operations of a step wait for in the step before it."""
-        deferred = self.expansion.settings.update == "deferred"
-        if lifted.action is Action.UPDATE and deferred:
-            # The clip factor needs every layer's norm, hence the last backward.
-            yield self.index[self.expansion.order.gradient(lifted.layer)]
-            yield self.index[self.expansion.order.last_norm]
-        elif lifted.action is Action.FETCH and not deferred:
-            yield self.index[self.expansion.order.update(self.expansion.head)]
-        elif lifted.action in STATE_UP:
-            written = self.expansion.state_writes[STATE_UP[lifted.action]].values()
-            yield max(self.index[slot] for slot in written if slot in self.index)
-            gradient = self.expansion.order.gradient_write(lifted.layer)
-            if deferred and gradient in self.index:
-                yield self.index[gradient]
-        elif lifted.action is Action.LOAD_PARAMETERS and not deferred:
-            yield from (
-                self.index[slot]
-                for written in self.expansion.state_writes.values()
-                for layer, slot in written.items()
-                if layer == lifted.layer
-            )
+        for slots, conditions in waits_across(self.expansion, lifted):
+            present = [self.index[slot] for slot in slots if slot in self.index]
+            if present and any(map(self.holds, conditions)):
+                yield max(present)
