@@ -10,12 +10,11 @@ import pytest
 from experiments.benchmarks.planner_exactness import all_plans, best_by_force, random_problem
 from lazyjax.planning.planner.cases import Cases, critical_conditions
 from lazyjax.planning.planner.divide import condition_bounds, divide, relaxation
-from lazyjax.planning.planner.milp import Program, solvers
+from lazyjax.planning.planner.milp import Program
 from lazyjax.planning.planner.solver import SolverFailure
 from lazyjax.planning.program.conditions import ALWAYS
+from tests.planning.chains import SOLVERS
 
-_NEEDS_HIGHS = pytest.mark.skipif("HIGHS" not in solvers(), reason="the extra `highs` is not installed")
-SOLVERS = ["CBC", pytest.param("HIGHS", marks=_NEEDS_HIGHS)]
 #: Seeds of problems with few plans whose relaxation voids waits that every plan has: about one in twenty.
 SEEDS = (2164, 2307, 2309, 2311, 2462, 2687)
 

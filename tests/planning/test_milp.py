@@ -21,20 +21,17 @@ from lazyjax.planning.planner.choices import Choices
 from lazyjax.planning.planner.leanest import least_missing, memory_shortfall, nearest
 from lazyjax.planning.planner.linear import Answer
 from lazyjax.planning.planner.memory import memory_rows
-from lazyjax.planning.planner.milp import Program, solvers
+from lazyjax.planning.planner.milp import Program
 from lazyjax.planning.planner.solver_worker import _bound
 from lazyjax.planning.planner.timing import TimeModel
 from lazyjax.planning.program.schedule import Action
 from lazyjax.specs import Tier
-from tests.planning.chains import random_plans
+from tests.planning.chains import SOLVERS, random_plans
 
 #: Without a limit that a busy machine could reach: these programs take milliseconds.
 solve = functools.partial(solve_within, time_limit_seconds=600.0)
 #: So that brute force takes a second.
 small_problem = functools.partial(random_problem, most_plans=200)
-#: HiGHS is optional (the extra `highs`); CBC comes with Python-MIP.
-_NEEDS_HIGHS = pytest.mark.skipif("HIGHS" not in solvers(), reason="the extra `highs` is not installed")
-SOLVERS = ["CBC", pytest.param("HIGHS", marks=_NEEDS_HIGHS)]
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -354,6 +354,32 @@ def test_a_fixed_number_of_microbatches_too_few_is_told(request_):
     assert "two of it" not in str(caught.value)
 
 
+class WithoutBranching(Program):
+    """Must not be branched on."""
+
+    def branch(self, *arguments, **keywords):
+        raise AssertionError("cases have closed everything")
+
+
+def test_what_cases_close_is_not_branched_on(request_, monkeypatch):
+    asked = []
+
+    def closing(program, start, *, cutoff_seconds, **given):
+        asked.append(start)
+        if start is not None:
+            return start, program.model.period(start)
+        return None, cutoff_seconds if math.isfinite(cutoff_seconds) else program.relax()
+
+    monkeypatch.setattr(search, "Program", WithoutBranching)
+    monkeypatch.setattr(search, "divide", closing)
+    found = find_plan(request_, time_limit_seconds=LIMIT, relative_gap=0.0)
+    assert found.plan is not None
+    assert found.gap == 0
+    # First without a plan, then with one.
+    assert asked[0] is None
+    assert any(start is not None for start in asked)
+
+
 class WithoutDeepPlans(Program):
     """Settings with a second slab have a finite relaxation, but, say, no plan."""
 

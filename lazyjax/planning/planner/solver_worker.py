@@ -114,14 +114,13 @@ class _Model:
         model.max_mip_gap = question.relative_gap
         if question.start:
             model.start = [(self.columns[column], value) for column, value in question.start.items()]
+        from_nothing = question.line == "anew" or not self.answered
+        interior = self.interior and question.relaxed and question.large and from_nothing
+        model.lp_method = self.mip.LP_Method.BARRIER if interior else self.mip.LP_Method.AUTO
+        self.answered = True
         if question.relaxed:
-            from_nothing = question.line == "anew" or not self.answered
-            interior = self.interior and question.large and from_nothing
-            model.lp_method = self.mip.LP_Method.BARRIER if interior else self.mip.LP_Method.AUTO
-            self.answered = True
             status = model.optimize(relax=True)
         else:
-            model.lp_method = self.mip.LP_Method.AUTO
             status = model.optimize(max_seconds=question.max_seconds)
         # Solvers forget their results when a column changes, so all of them are read first.
         infeasible = status in (statuses.INFEASIBLE, statuses.INT_INFEASIBLE)
