@@ -9,9 +9,9 @@ import pytest
 
 from experiments.benchmarks.planner_exactness import all_plans, best_by_force, random_problem
 from lazyjax.planning.planner.cases import Cases, critical_conditions
-from lazyjax.planning.planner.divide import condition_bounds, divide, relaxation
+from lazyjax.planning.planner.divide import condition_bounds, divide, relaxation, relaxations
 from lazyjax.planning.planner.milp import Program
-from lazyjax.planning.planner.solver import SolverFailure
+from lazyjax.planning.planner.solver import SolverFailure, shared_process
 from lazyjax.planning.program.conditions import ALWAYS
 from tests.planning.chains import SOLVERS
 
@@ -27,8 +27,9 @@ def instance(seed):
 
 
 def cases_of(program, **options):
+    asks = [functools.partial(ask, program) for ask in (relaxation, relaxations)]
     fix = functools.partial(condition_bounds, program.linear)
-    return Cases(program.model, functools.partial(relaxation, program), fix, program.relax(), **options)
+    return Cases(program.model, *asks, fix, program.relax(), **options)
 
 
 def ignore(bounds, values, voided):
@@ -135,6 +136,21 @@ def test_critical_conditions_are_those_that_mostly_hold_the_weakest_first():
         assert critical_conditions(program.model, choices.complete(whole)) == []
         found += conditions
     assert found
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_many_cases_are_asked_of_two_processes_and_say_what_one_says(solver):
+    program = Program(instance(SEEDS[0])[0], solver)
+    cases = [{column: (0.0, 0.0)} for column in program.linear.binaries[:6]]
+    program.relax()
+    other = shared_process(1)
+    other.close()
+    assert relaxations(program, cases, deadline=-math.inf) == [None] * len(cases)
+    assert other.process_id is None
+    told = relaxations(program, cases)
+    assert other.process_id not in (None, program.process.process_id)
+    expected = [relaxation(program, bounds).seconds for bounds in cases]
+    assert [one.seconds for one in told] == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from experiments.benchmarks.planner_exactness import all_plans, best_by_force, draw_roomy, random_problem
 from lazyjax.planning.plan.document import LayerPlan, Plan
-from lazyjax.planning.planner.batch_replay import BatchReplay
+from lazyjax.planning.planner.batch_replay import Assignments, BatchReplay
 from lazyjax.planning.planner.choices import Choices
 from lazyjax.planning.planner.descent import descend, free_device_memory, reduce_traffic
 from lazyjax.planning.planner.memory import memory_rows, usable_bytes
@@ -32,6 +32,21 @@ def is_plan(choices: Choices, values: np.ndarray) -> bool:
 def replay_of(problem: Problem) -> BatchReplay:
     model = TimeModel(problem)
     return BatchReplay(model, memory_rows(problem, model.choices))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 60), st.floats(0.0, 1.0))
+def test_affine_of_assignments_is_that_of_their_values(seed, count, changed):
+    """Whether many decisions change, and are multiplied as they are, or few, and only those are."""
+    rng = np.random.default_rng(seed)
+    base = rng.integers(0, 2, 40)
+    values = np.where(rng.random((count, 40)) < changed, 1 - base, base).astype(float)
+    matrix, constants = rng.normal(size=(40, 7)), rng.normal(size=7)
+    assignments, some = Assignments(values), rng.permutation(count)[: count // 2]
+    np.testing.assert_allclose(assignments.affine(matrix, constants), values @ matrix + constants, atol=1e-12)
+    part = assignments[some]
+    assert len(part) == len(some)
+    np.testing.assert_allclose(part.affine(matrix, constants), values[some] @ matrix + constants, atol=1e-12)
 
 
 @settings(deadline=None, max_examples=15)

@@ -7,12 +7,13 @@ of them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import scipy.sparse
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float64, Int
 
 from lazyjax.planning.planner.affine import Number
 from lazyjax.planning.planner.memory import MemoryRows, usable_bytes
@@ -34,6 +35,39 @@ _COMPUTING = (Resource.COMPUTE, Resource.CPU)
 #: Assignments with derived variables, as `Choices.complete` returns them.
 Completed = Float64[np.ndarray, "batch variables"]
 PerAssignment = Float64[np.ndarray, "batch"]
+
+
+class Assignments:
+    """Many assignments, fast to multiply where most of them differ from the first in a few decisions."""
+
+    def __init__(self, values: Completed) -> None:
+        self.values = values
+        self._base = values[0] if len(values) else np.zeros(values.shape[1])
+        rows, columns = np.nonzero(values != self._base)
+        self._changed: scipy.sparse.csr_array | None = None
+        if _SPARSE * len(rows) <= values.size:
+            ends = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(values)))])
+            differences = values[rows, columns] - self._base[columns]
+            self._changed = scipy.sparse.csr_array((differences, columns, ends), shape=values.shape)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, rows: Int[np.ndarray, "some"]) -> Assignments:
+        some = copy.copy(self)
+        some.values = self.values[rows]
+        some._changed = None if self._changed is None else self._changed[rows]
+        return some
+
+    def affine(
+        self, matrix: Float64[np.ndarray, "variables columns"], constants: Float64[np.ndarray, "columns"]
+    ) -> Float64[np.ndarray, "batch columns"]:
+        """assignments @ matrix + constants."""
+        if self._changed is None:
+            return np.asarray(self.values @ matrix + constants)
+        result = np.asarray(self._changed @ matrix)
+        result += self._base @ matrix + constants
+        return result
 
 
 class Periods(NamedTuple):
@@ -90,9 +124,9 @@ class BatchReplay:
         moves = np.array([operation.resource not in _COMPUTING for operation in operations], float)
         self._moving, self._moving_constant = self._seconds @ moves, self._seconds_constant @ moves
 
-    def excess(self, values: Completed) -> PerAssignment:
+    def excess(self, values: Completed | Assignments) -> PerAssignment:
         """By what share capacities are exceeded: the worst row, and a little of all; 0 where all fit."""
-        over = _product(values, self._bytes) + (self._bytes_constant - self._limits)
+        over = _assignments(values).affine(self._bytes, self._bytes_constant - self._limits)
         shares = np.maximum(over, 0.0) / np.maximum(self._limits, 1.0)
         return np.asarray(shares.max(axis=1, initial=0.0) + _SUM_WEIGHT * shares.sum(axis=1))
 
@@ -106,7 +140,7 @@ class BatchReplay:
 
     def periods(
         self,
-        values: Completed,
+        values: Completed | Assignments,
         *,
         steps: int,
         before: Float64[np.ndarray, "operations"] | None = None,
@@ -117,8 +151,9 @@ class BatchReplay:
             before: ends of a step to go on from, for assignments close to the one it is of; by
                 default queues are empty.
         """
-        durations = np.ascontiguousarray((_product(values, self._seconds) + self._seconds_constant).T)
-        absent = self._absent_waits(values)
+        assignments = _assignments(values)
+        durations = np.ascontiguousarray(assignments.affine(self._seconds, self._seconds_constant).T)
+        absent = self._absent_waits(assignments)
         replayed = [
             _Replayed(o.index, o.resource, _held(o.binding, absent), _held(o.waits_previous, absent))
             for o in self.model.operations
@@ -133,9 +168,9 @@ class BatchReplay:
         low, high = advances[self._everywhere].min(axis=0), advances.max(axis=0)
         return Periods(high, np.asarray(high - low <= _ACCURACY * high), end)
 
-    def _absent_waits(self, values: Completed) -> Absent:
+    def _absent_waits(self, assignments: Assignments) -> Absent:
         """By condition, for these assignments."""
-        applies = (_product(values, self._conditions) + self._conditions_constant).T > 0.5
+        applies = assignments.affine(self._conditions, self._conditions_constant).T > 0.5
         offsets = np.where(applies, 0.0, -np.inf)
         anywhere = applies.any(axis=1)
         return {c: offsets[number] if anywhere[number] else None for c, number in self._number.items()}
@@ -150,19 +185,23 @@ class BatchReplay:
         if previous is not None:
             for index, resource, _, _ in steps:
                 free[resource] = previous[index]
-        end = np.empty_like(durations)
+        end, nothing = np.empty_like(durations), np.zeros(durations.shape[1])
         for index, resource, waits, waits_previous in steps:
             moment = end[index]
-            moment[:] = free[resource] if resource in free else 0.0
+            begin = free.get(resource, nothing)
             for wait, offsets in waits:
-                np.maximum(moment, end[wait] if offsets is None else end[wait] + offsets, out=moment)
+                waited = end[wait]
+                begin = np.maximum(begin, waited if offsets is None else waited + offsets, out=moment)
             if previous is not None:
                 for wait, offsets in waits_previous:
                     waited = previous[wait]
-                    np.maximum(moment, waited if offsets is None else waited + offsets, out=moment)
-            moment += durations[index]
-            free[resource] = moment
+                    begin = np.maximum(begin, waited if offsets is None else waited + offsets, out=moment)
+            free[resource] = np.add(begin, durations[index], out=moment)
         return end
+
+
+def _assignments(values: Completed | Assignments) -> Assignments:
+    return values if isinstance(values, Assignments) else Assignments(values)
 
 
 def _held(waits: Sequence[Wait], absent: Absent) -> list[tuple[int, PerAssignment | None]]:
@@ -174,19 +213,6 @@ def _held(waits: Sequence[Wait], absent: Absent) -> list[tuple[int, PerAssignmen
         elif (offsets := absent[condition]) is not None:
             held.append((wait, offsets))
     return held
-
-
-def _product(
-    values: Completed, matrix: Float64[np.ndarray, "variables columns"]
-) -> Float64[np.ndarray, "batch columns"]:
-    """values @ matrix; fast where most assignments differ from the first in a few decisions."""
-    rows, columns = np.nonzero(values != values[0])
-    if _SPARSE * len(rows) > values.size:
-        return np.asarray(values @ matrix)
-    ends = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(values)))])
-    differences = values[rows, columns] - values[0, columns]
-    changed = scipy.sparse.csr_array((differences, columns, ends), shape=values.shape)
-    return np.asarray(changed @ matrix + values[0] @ matrix)
 
 
 def _matrix(columns: Sequence[dict[int, Number]], size: int) -> Float64[np.ndarray, "variables columns"]:

@@ -5,7 +5,9 @@ of a layer's state on a drive makes 0.998 of the room and needs none of the wait
 decisions in no useful order. Here they are taken from the cycle of operations that would bind if whatever
 is mostly so were so: where a condition on it held exactly, the relaxation often takes so long that no plan
 worth having fulfils it, and the other case is what is left. Every case differs from the one before by a few
-bounds, which a solver that goes on from its last basis answers in hundredths of a second.
+bounds, which a solver that goes on from its last basis answers in hundredths of a second. Once a condition
+has turned out to need the target, the next ones are taken to need it, too, and asked about afterwards,
+several at once.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
-from lazyjax.planning.planner.linear import Line
 from lazyjax.planning.planner.timing import TimeModel, Wait
 from lazyjax.planning.program.conditions import ALWAYS, Condition
 from lazyjax.timeline import Resource
@@ -27,6 +28,9 @@ from lazyjax.timeline import Resource
 ColumnBounds = Mapping[int, tuple[float, float]]
 #: Values of all variables, products included.
 Values = Float64[np.ndarray, "variables"]
+
+#: The relaxation within each of some bounds; None where the solver fails or time is over.
+Probe = Callable[[Sequence[ColumnBounds]], Sequence["Relaxation | None"]]
 
 #: Gets the bounds of a case, its relaxed values, and the conditions that these void.
 Look = Callable[[ColumnBounds, Values, Sequence[Condition]], None]
@@ -55,11 +59,20 @@ class Case(NamedTuple):
     seconds: float
 
 
+class _Sides(NamedTuple):
+    """Bounds under which a condition holds, and under which it fails; seconds that it needs to hold."""
+
+    holding: ColumnBounds
+    failing: ColumnBounds
+    seconds: float = -math.inf
+
+
 class Cases:
     """The cases of one problem that may still have a plan below a target.
 
     Args:
-        relax: the relaxation within bounds, on a line of questions; None where the solver fails.
+        relax: the relaxation within bounds, going on from the one before; None where the solver fails.
+        probe: of cases that are far from each other.
         fix: bounds under which a condition holds, or does not; None where bounds cannot say it.
         root_seconds: of the relaxation without any.
         most_conditions: that one case may need to reach the target, as its last one went; else it is stuck.
@@ -72,13 +85,14 @@ class Cases:
     def __init__(
         self,
         model: TimeModel,
-        relax: Callable[[ColumnBounds, Line], Relaxation | None],
+        relax: Callable[[ColumnBounds], Relaxation | None],
+        probe: Probe,
         fix: Callable[[Condition, bool], ColumnBounds | None],
         root_seconds: float,
         *,
         most_conditions: float = _MOST_CONDITIONS,
     ) -> None:
-        self.model, self._relax, self._fix = model, relax, fix
+        self.model, self._relax, self._probe, self._fix = model, relax, probe, fix
         self._most_conditions = most_conditions
         self.open = [Case({}, root_seconds)]
         self.stuck_seconds = math.inf
@@ -104,70 +118,88 @@ class Cases:
         while self.open and time.monotonic() < deadline:
             if self.stuck_seconds < target_seconds():
                 return
-            case = self.open.pop()
-            left = self._pursue(case, target_seconds, deadline, look)
+            passed: list[Case] = []
+            left = self._pursue(self.open.pop(), passed, target_seconds, deadline, look)
+            self.open += self._below(passed, target_seconds())
             if left is not None:
                 self.open.append(left)
+
+    def _below(self, cases: Sequence[Case], target_seconds: float) -> Iterator[Case]:
+        """Those whose relaxation is below the target, or not known."""
+        for case, relaxed in zip(cases, self._probe([case.bounds for case in cases]), strict=True):
+            seconds = case.seconds if relaxed is None else max(case.seconds, relaxed.seconds)
+            if seconds < target_seconds:
+                yield case._replace(seconds=seconds)
 
     def _pursue(
         self,
         case: Case,
+        passed: list[Case],
         target_seconds: Callable[[], float],
         deadline: float,
         look: Look,
     ) -> Case | None:
-        """Narrows a case down until it exceeds the target; what is left of it when time is over."""
+        """Narrows a case down until it exceeds the target; what is left of it when time is over.
+
+        Args:
+            passed: gets what was taken out of it.
+        """
         bounds, seconds = case
-        reached = -math.inf
+        reached, trusted = -math.inf, False
         while time.monotonic() < deadline:
-            relaxed = self._relax(bounds, "path")
+            relaxed = self._relax(bounds)
             if relaxed is None:
-                self.stuck_seconds = min(self.stuck_seconds, seconds)
-                return None
+                break
             seconds = max(seconds, relaxed.seconds)
             missing = target_seconds() - seconds
             if missing <= 0 or relaxed.values is None:
                 return None
             rise = seconds - reached
             if (missing / rise if rise > 0 else math.inf) > self._most_conditions:
-                self.stuck_seconds = min(self.stuck_seconds, seconds)
-                return None
+                break
             reached = seconds
             voided = critical_conditions(self.model, relaxed.values)
             look(bounds, relaxed.values, voided)
-            narrowed = None
-            if math.isfinite(target_seconds()):
-                narrowed = self._narrowed(bounds, voided, target_seconds())
-            if narrowed is None:
-                self.stuck_seconds = min(self.stuck_seconds, seconds)
-                return None
-            bounds = narrowed
-        return Case(bounds, seconds)
+            target = target_seconds()
+            side = self._chosen(bounds, voided, target, trusted) if math.isfinite(target) else None
+            if side is None:
+                break
+            if side.seconds >= target:
+                trusted = True
+            else:
+                passed.append(Case({**bounds, **side.holding}, max(seconds, side.seconds)))
+            bounds = {**bounds, **side.failing}
+        else:
+            return Case(bounds, seconds)
+        self.stuck_seconds = min(self.stuck_seconds, seconds)
+        return None
 
-    def _narrowed(
-        self, bounds: ColumnBounds, voided: Sequence[Condition], target_seconds: float
-    ) -> ColumnBounds | None:
-        """The case without one of its conditions: one that needs the target, or else that opens a case.
+    def _chosen(
+        self, bounds: ColumnBounds, voided: Sequence[Condition], target_seconds: float, trusted: bool
+    ) -> _Sides | None:
+        """Of the first conditions that bounds can fix, one that needs the target, or else the most seconds.
 
-        None where no condition that the relaxation voids can be fixed.
+        Args:
+            trusted: take the very first, without asking.
         """
-        most: tuple[float, ColumnBounds, ColumnBounds] | None = None
-        for condition in voided[:_MOST_LOOKED_AT]:
+        possible = list(self._sides(voided))
+        if trusted:
+            return possible[0] if possible else None
+        most: _Sides | None = None
+        for side in possible[:_MOST_LOOKED_AT]:
+            (relaxed,) = self._probe([{**bounds, **side.holding}])
+            if relaxed is not None and (most is None or relaxed.seconds > most.seconds):
+                most = side._replace(seconds=relaxed.seconds)
+            if most is not None and most.seconds >= target_seconds:
+                break
+        return most
+
+    def _sides(self, conditions: Sequence[Condition]) -> Iterator[_Sides]:
+        """Of those conditions that bounds can fix."""
+        for condition in conditions:
             holding, failing = self._fix(condition, True), self._fix(condition, False)
-            if holding is None or failing is None:
-                continue
-            relaxed = self._relax({**bounds, **holding}, "aside")
-            if relaxed is None:
-                continue
-            if relaxed.seconds >= target_seconds:
-                return {**bounds, **failing}
-            if most is None or relaxed.seconds > most[0]:
-                most = relaxed.seconds, holding, failing
-        if most is None:
-            return None
-        seconds, holding, failing = most
-        self.open.append(Case({**bounds, **holding}, seconds))
-        return {**bounds, **failing}
+            if holding is not None and failing is not None:
+                yield _Sides(holding, failing)
 
 
 def critical_conditions(model: TimeModel, values: Values) -> list[Condition]:

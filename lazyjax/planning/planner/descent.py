@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Int
 
-from lazyjax.planning.planner.batch_replay import BatchReplay, Completed, PerAssignment
+from lazyjax.planning.planner.batch_replay import Assignments, BatchReplay, Completed, PerAssignment
 from lazyjax.planning.planner.choices import Choices
 from lazyjax.planning.planner.decisions.decision import Binaries, Change, ManyBinaries
 
@@ -42,7 +42,7 @@ def descend(replay: BatchReplay, values: Binaries, deadline: float) -> Binaries 
     period, end = float(replayed.seconds[0]), replayed.end[:, 0]
     while time.monotonic() < deadline:
         found = choices.changes(values)
-        each = choices.complete(_changed_each(choices, values, found))
+        each = Assignments(choices.complete(_changed_each(choices, values, found)))
         exceeding = replay.excess(each)
         useful = np.flatnonzero(exceeding < excess * (1 - 1e-9) if excess > 0 else exceeding <= 0)
         if not len(useful):
@@ -55,10 +55,10 @@ def descend(replay: BatchReplay, values: Binaries, deadline: float) -> Binaries 
         else:
             worth = lost < -_LEAST_GAIN * period
             order = useful[worth][np.argsort(lost[worth])]
-        tried = np.array(list(itertools.islice(_cumulative(choices, values, found, order), _MOST_TOGETHER)))
+        tried = _cumulative(choices, values, found, order)
         if not len(tried):
             break
-        together = choices.complete(tried)
+        together = Assignments(choices.complete(tried))
         exceeding = replay.excess(together)
         replayed = replay.periods(together, steps=_STEPS, before=end)
         if excess > 0:
@@ -107,21 +107,21 @@ def _lowered(
     level, end = float(measure(start)[0]), replayed.end[:, 0]
     while time.monotonic() < deadline:
         found = choices.changes(values)
-        each = choices.complete(_changed_each(choices, values, found))
-        less = level - measure(each)
+        each = Assignments(choices.complete(_changed_each(choices, values, found)))
+        less = level - measure(each.values)
         useful = np.flatnonzero((less > _LEAST_GAIN * level) & (replay.excess(each) <= 0))
         if not len(useful):
             break
         seconds = replay.periods(each[useful], steps=_STEPS, before=end).seconds
         free = useful[seconds <= slowest]
         order = free[np.argsort(-less[free])]
-        tried = np.array(list(itertools.islice(_cumulative(choices, values, found, order), _MOST_TOGETHER)))
+        tried = _cumulative(choices, values, found, order)
         if not len(tried):
             break
-        together = choices.complete(tried)
+        together = Assignments(choices.complete(tried))
         replayed = replay.periods(together, steps=_STEPS, before=end)
         allowed = (replay.excess(together) <= 0) & (replayed.seconds <= slowest)
-        levels = measure(together)
+        levels = measure(together.values)
         best = int(np.argmin(np.where(allowed, levels, np.inf)))
         values, level = tried[best], float(levels[best])
     return values
@@ -130,21 +130,25 @@ def _lowered(
 def _changed_each(choices: Choices, values: Binaries, changes: Sequence[Change]) -> ManyBinaries:
     """The assignment after each of the changes by itself."""
     after = np.repeat(values[None], len(changes), axis=0)
-    for row, change in zip(after, changes, strict=True):
-        row[list(change.off)] = 0.0
-        row[list(change.on)] = 1.0
+    for numbers, value in (([c.off for c in changes], 0.0), ([c.on for c in changes], 1.0)):
+        rows = np.repeat(np.arange(len(changes)), [len(own) for own in numbers])
+        after[rows, list(itertools.chain.from_iterable(numbers))] = value
     return choices.repaired(after)
 
 
 def _cumulative(
     choices: Choices, values: Binaries, found: Sequence[Change], order: Int[np.ndarray, "changes"]
-) -> Iterator[Binaries]:
+) -> ManyBinaries:
     """After the first change, the first two, and so on; leaves out those that touch an earlier one."""
     touched: set[int] = set()
-    after = values
+    taken: list[Change] = []
     for index in order:
-        own = {*found[index].off, *found[index].on}
-        if touched.isdisjoint(own):
-            touched |= own
-            after = _changed_each(choices, after, [found[index]])[0]
-            yield after
+        change = found[index]
+        if len(taken) < _MOST_TOGETHER and touched.isdisjoint((*change.off, *change.on)):
+            touched.update(change.off, change.on)
+            taken.append(change)
+    after = np.repeat(values[None], len(taken), axis=0)
+    for position, change in enumerate(taken):
+        after[position:, list(change.off)] = 0.0
+        after[position:, list(change.on)] = 1.0
+    return choices.repaired(after)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import math
+import queue
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,8 +18,11 @@ from lazyjax.planning.planner.descent import descend
 from lazyjax.planning.planner.linear import Line, Question
 from lazyjax.planning.planner.milp import RELAX_SECONDS, Program
 from lazyjax.planning.planner.rows import ProgramRows
+from lazyjax.planning.planner.solver import SolverProcess, shared_process
 from lazyjax.planning.program.conditions import Condition
 
+#: Cases that are worth the start of another process.
+_MANY = 4
 #: With decisions rounded, a relaxation within so many times that without promises a good plan.
 _NEAR = 1.05
 
@@ -28,11 +34,13 @@ class _Best:
         self.program, self.values = program, values
         self.seconds = math.inf if values is None else program.model.period(values)
 
-    def offer(self, values: Binaries) -> None:
+    def offer(self, values: Binaries) -> bool:
         """Takes an assignment if it is the best so far."""
         seconds = self.program.model.period(values)
-        if seconds < self.seconds:
+        better = seconds < self.seconds
+        if better:
             self.values, self.seconds = values, seconds
+        return better
 
 
 def divide(
@@ -49,44 +57,73 @@ def divide(
     `start` nor the first cases' neighbourhood holds a plan.
     """
     best = _Best(program, start)
-    looked = 0
+    looked, fruitless = 0, False
 
     def target_seconds() -> float:
         return min(best.seconds * (1 - relative_gap), cutoff_seconds)
 
     def look(bounds: ColumnBounds, values: Values, voided: Sequence[Condition]) -> None:
-        nonlocal looked
+        nonlocal looked, fruitless
         looked += 1
         # The first, second, fourth ...: most cases differ little from the one before.
-        if looked & (looked - 1) == 0 and voided:
-            within = {**bounds, **_rounded_kind(program, values, voided[0])}
-            found = _descend_within(program, within, min(target_seconds(), _NEAR * program.relax()), deadline)
-            if found is not None:
-                best.offer(found)
+        if looked & (looked - 1) or fruitless or not voided:
+            return
+        within = {**bounds, **_rounded_kind(program, values, voided[0])}
+        found = _descend_within(program, within, min(target_seconds(), _NEAR * program.relax()), deadline)
+        fruitless = found is None or not best.offer(found)
 
-    fix = functools.partial(condition_bounds, program.linear)
-    cases = Cases(program.model, functools.partial(relaxation, program), fix, program.relax())
+    cases = Cases(
+        program.model,
+        functools.partial(relaxation, program),
+        functools.partial(relaxations, program, deadline=deadline),
+        functools.partial(condition_bounds, program.linear),
+        program.relax(),
+    )
     cases.close(target_seconds, deadline, look)
     return best.values, max(program.relax(), min(cases.bound_seconds, target_seconds()))
 
 
-def relaxation(program: Program, bounds: ColumnBounds, line: Line) -> Relaxation | None:
+def relaxation(
+    program: Program, bounds: ColumnBounds, line: Line = "path", process: SolverProcess | None = None
+) -> Relaxation | None:
     """The relaxation within bounds; None where the solver fails.
 
     Args:
         line: see `Question`.
+        process: asked instead of the program's own.
     """
-    answer = program.ask(
-        Question(
-            program.solver, relaxed=True, line=line, large=True, bounds=bounds, max_seconds=RELAX_SECONDS
-        )
+    question = Question(
+        program.solver, relaxed=True, line=line, large=True, bounds=bounds, max_seconds=RELAX_SECONDS
     )
+    answer = program.ask(question, process=process)
     if answer is None or answer.status == "unknown":
         return None
     if answer.values is None:
         return Relaxation(math.inf, None)
     values = np.array([answer.values[column] for column in program.linear.variables])
     return Relaxation(answer.objective * program.linear.time_unit, values)
+
+
+def relaxations(
+    program: Program, cases: Sequence[ColumnBounds], *, deadline: float = math.inf
+) -> list[Relaxation | None]:
+    """The relaxation of each case, by two processes where they are many; None also where time is over."""
+    processes = [program.process, *([shared_process(1)] if len(cases) >= _MANY else ())]
+    idle: queue.SimpleQueue[SolverProcess] = queue.SimpleQueue()
+    for process in processes:
+        idle.put(process)
+
+    def ask(bounds: ColumnBounds) -> Relaxation | None:
+        if time.monotonic() >= deadline:
+            return None
+        process = idle.get()
+        try:
+            return relaxation(program, bounds, "aside", process)
+        finally:
+            idle.put(process)
+
+    with concurrent.futures.ThreadPoolExecutor(len(processes)) as pool:
+        return list(pool.map(ask, cases))
 
 
 def condition_bounds(rows: ProgramRows, condition: Condition, holds: bool) -> ColumnBounds | None:

@@ -20,7 +20,7 @@ from lazyjax.planning.planner.linear import Answer, Question
 from lazyjax.planning.planner.memory import memory_rows
 from lazyjax.planning.planner.problem import Problem
 from lazyjax.planning.planner.rows import ProgramRows
-from lazyjax.planning.planner.solver import SolverFailure, shared_process, solvers
+from lazyjax.planning.planner.solver import SolverFailure, SolverProcess, shared_process, solvers
 from lazyjax.planning.planner.timing import TimeModel
 
 #: Seconds for a linear relaxation (27B: 1 s), after which it does without.
@@ -54,10 +54,12 @@ class Program:
         self.linear.limit_memory()
         self.linear.time(_TIME_UNITS)
 
-    def ask(self, question: Question, rows: ProgramRows | None = None) -> Answer | None:
+    def ask(
+        self, question: Question, rows: ProgramRows | None = None, process: SolverProcess | None = None
+    ) -> Answer | None:
         """The solver's answer, by default about all rows; None, and one more failure, where it has none."""
         try:
-            return self.process.solve((rows or self.linear).program, question)
+            return (process or self.process).solve((rows or self.linear).program, question)
         except SolverFailure as failure:
             self.failures.append(str(failure))
             return None

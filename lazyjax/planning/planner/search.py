@@ -205,6 +205,7 @@ def find_plan(
         short = finest_miss(request) if set(missing) == {Tier.DEVICE} else missing
         return SearchResult(None, (), math.inf, math.inf, short, time.monotonic() - begun)
     shared_process().begin()
+    shared_process(1).begin(start=False)
     # What the first look leaves out is looked at where nothing else has a plan.
     for everything in (False, True):
         added = _relaxed_candidates(request, search.candidates, everything, solver, progress)

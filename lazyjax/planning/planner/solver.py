@@ -2,8 +2,8 @@
 
 A solver that crashes, hangs or wants more memory than it may have raises `SolverFailure` here and
 nothing more; the planner then goes on with what it has, and a training run that plans again goes
-on training. One process serves all searches; it is started at once (0.2 s, beside other work), and
-again after it died.
+on training. One process serves all searches, and a second one where many questions are independent. A process
+is started at once (0.2 s, beside other work), and again after it died.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class SolverProcess:
         """Of the process; None while there is none."""
         return None if self._process is None else self._process.pid
 
-    def begin(self) -> None:
-        """Starts the process if there is none; earlier failures no longer count."""
+    def begin(self, *, start: bool = True) -> None:
+        """Starts the process if there is none, now or with the first question; failures count anew."""
         with self._lock:
             self.failures = 0
-            if self._connection is None:
+            if start and self._connection is None:
                 self._start()
 
     def solve(self, program: LinearProgram, question: Question) -> Answer:
@@ -162,8 +162,8 @@ class SolverProcess:
 
 
 @functools.cache
-def shared_process() -> SolverProcess:
-    """The one process of this program; ends with it."""
+def shared_process(number: int = 0) -> SolverProcess:
+    """The process of this program, or one more beside it; ends with it."""
     process = SolverProcess()
     atexit.register(process.close)
     return process

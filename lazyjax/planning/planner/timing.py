@@ -74,6 +74,8 @@ class TimeModel:
         ]  # fmt: skip
         self._contend()
         _find_binding(self.operations)
+        #: Of assignments that were asked about.
+        self._periods: dict[bytes, float] = {}
 
     def _contend(self) -> None:
         """Adds what resources lose to each other (`lazyjax.planning.program.contention`)."""
@@ -138,7 +140,12 @@ class TimeModel:
 
         At layer granularity where the problem asks for that.
         """
-        values = self.choices.complete(binaries)
+        key = binaries.tobytes()
+        if key not in self._periods:
+            self._periods[key] = self._replayed(self.choices.complete(binaries))
+        return self._periods[key]
+
+    def _replayed(self, values: Float64[np.ndarray, "variables"]) -> float:
         present = [any(c.holds(values) for c in operation.exists) for operation in self.operations]
         waits = [_held(operation.waits, values) for operation in self.operations]
         previous = [_held(operation.waits_previous, values) for operation in self.operations]
