@@ -5,8 +5,8 @@ Command:  python -m experiments.benchmarks.planner_speed [--solver HIGHS|CBC] [-
 memory and with little, where optimizer state has to live on NVMe. Each case is a new process that
 traces the model, searches over microbatches, prefetch and interlayer home, and verifies the plan. Times are
 from the start of the search; importing JAX and building the model comes on top and is told too.
-Target: at most 10 s on 2 cores to a gap of at most 1 %. Expected: gaps of at most 1 %, in 8 to 30 s with
-HiGHS and 14 to 60 s (the limit) with CBC.
+Target: at most 10 s on 2 cores to a gap of at most 1 %. Expected: gaps of at most 1 %, in 7 to 26 s with
+HiGHS and 13 to 44 s with CBC.
 """
 
 from __future__ import annotations
