@@ -36,7 +36,8 @@ from analysis.sweeps import (
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --head: #8882; }
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 72rem; padding: 1rem; }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; }
+body { box-sizing: border-box; max-width: 80rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .875rem; }
