@@ -146,8 +146,7 @@ class Program:
         period = math.inf if start is None else self.model.period(start)
         if period >= cutoff_seconds:
             start, period = None, math.inf
-        left_seconds = deadline - time.monotonic()
-        if bound >= min(period * (1 - relative_gap), cutoff_seconds) or left_seconds <= 0:
+        if bound >= min(period * (1 - relative_gap), cutoff_seconds) or time.monotonic() >= deadline:
             return start, bound
         known = {} if start is None else dict(zip(self.linear.binaries, map(float, start), strict=True))
         answer = self.ask(
@@ -156,7 +155,7 @@ class Program:
                 bounds={self.linear.period: (0.0, cutoff_seconds / self.linear.time_unit)},
                 start=known,
                 relative_gap=relative_gap,
-                max_seconds=max(0.1, left_seconds),
+                max_seconds=max(0.1, deadline - time.monotonic()),
             )
         )
         if answer is None:
@@ -167,10 +166,9 @@ class Program:
             found = self.linear.binaries_of(answer).round()
             if self.model.period(found) < period:
                 start = found
-        if proven > period * (1 + _BOUND_TOLERANCE):
-            # A plan below it is in hand: the bound is none.
-            return start, bound
-        return start, max(bound, min(proven, period, cutoff_seconds))
+        # A bound above a plan in hand is none.
+        raised = bound if proven > period * (1 + _BOUND_TOLERANCE) else min(proven, period, cutoff_seconds)
+        return start, max(bound, raised)
 
     def objective(self, values: Binaries) -> float:
         """Seconds that the program gives an assignment; a replay must give the same.
