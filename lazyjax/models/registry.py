@@ -67,7 +67,12 @@ def build_template(config: Architecture, attention: str = "blockwise") -> ModelT
 
     Args:
         attention: a key of `lazyjax.models.attention.ATTENTIONS`.
+
+    Raises:
+        ValueError: `jax_remat3` is on, and names in custom gradients would be lost.
     """
+    if getattr(jax.config, "jax_remat3", False):
+        raise ValueError("jax_remat3 (JAX_REMAT3) is on: layers cannot keep tensors by name; switch it off")
     return _build(config, attention)
 
 

@@ -21,6 +21,9 @@ from jaxtyping import Array
 
 Apply = Callable[[Any, Array, Any], Array]
 
+#: What `checkpoint_name` calls its operation with `jax_remat3`, inside a primitive for all such operations.
+_NAMES_OF_REMAT3 = frozenset({"CheckpointName", "CheckpointNameFwd"})
+
 
 def _pullback(
     apply: Apply, names: Sequence[str], params: Any, x: Array, context: Any
@@ -71,6 +74,9 @@ def _name_of(jaxpr: Any, variable: Any) -> str:
             continue
         if equation.primitive.name == "name":
             return str(equation.params["name"])
+        wrapped = equation.params.get("_prim")
+        if type(wrapped).__name__ in _NAMES_OF_REMAT3:
+            return str(wrapped.name)
         if equation.primitive.name in ("jit", "pjit", "closed_call", "checkpoint", "remat2"):
             inner = equation.params["jaxpr"]
             inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
