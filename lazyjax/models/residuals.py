@@ -25,39 +25,37 @@ Apply = Callable[[Any, Array, Any], Array]
 _NAMES_OF_REMAT3 = frozenset({"CheckpointName", "CheckpointNameFwd"})
 
 
-def _pullback(
-    apply: Apply, names: Sequence[str], params: Any, x: Array, context: Any
-) -> tuple[Array, Any, list[int]]:
-    """Output, pullback, and the positions of its residuals that are no inputs."""
+def _pullback(apply: Apply, names: Sequence[str], params: Any, x: Array, context: Any) -> tuple[Array, Any]:
+    """Output and pullback, whose `opaque_residuals` are the named tensors, in the order of their use."""
     policy = jax.checkpoint_policies.save_only_these_names(*names)
-    layer = jax.checkpoint(lambda p, x: apply(p, x, context), policy=policy, prevent_cse=False)
+    layer = jax.checkpoint(apply, policy=policy, prevent_cse=False)
     pullback: Any
-    y, pullback = jax.vjp(layer, params, x)
-    inputs = {id(leaf) for leaf in jax.tree.leaves((params, x, context))}
-    saved = [i for i, leaf in enumerate(pullback.opaque_residuals) if id(leaf) not in inputs]
-    if len(saved) != len(names):
+    # The context is an argument so that it is no residual; its gradients are dead code.
+    y, pullback = jax.vjp(layer, params, x, context)
+    kept = len(pullback.opaque_residuals)
+    if kept != len(names):
         raise ValueError(
-            f"saving {list(names)} keeps {len(saved)} tensors: each name must stand for one tensor "
+            f"saving {list(names)} keeps {kept} tensors: each name must stand for one tensor "
             "that the backward pass needs"
         )
-    return y, pullback, saved
+    return y, pullback
 
 
 def _split(
     apply: Apply, names: Sequence[str], params: Any, x: Array, context: Any
 ) -> tuple[Array, Any, list[int]]:
-    """As `_pullback`, with the positions in the order of `names`: JAX orders residuals by their use."""
-    y, pullback, saved = _pullback(apply, names, params, x, context)
-    if len(names) > 1:
-        found = _names_of_residuals(apply, names, params, x, context)
-        saved = [saved[found.index(name)] for name in names]
-    return y, pullback, saved
+    """As `_pullback`, with the position of each of `names` among the residuals."""
+    y, pullback = _pullback(apply, names, params, x, context)
+    if len(names) < 2:
+        return y, pullback, list(range(len(names)))
+    found = _names_of_residuals(apply, names, params, x, context)
+    return y, pullback, [found.index(name) for name in names]
 
 
 def _names_of_residuals(apply: Apply, names: Sequence[str], params: Any, x: Array, context: Any) -> list[str]:
     def residuals(params: Any, x: Array, context: Any) -> list[Array]:
-        _, pullback, saved = _pullback(apply, names, params, x, context)
-        return [pullback.opaque_residuals[i] for i in saved]
+        kept: list[Array] = _pullback(apply, names, params, x, context)[1].opaque_residuals
+        return kept
 
     arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, x, context))
     jaxpr = jax.make_jaxpr(residuals)(*arguments).jaxpr
@@ -90,8 +88,8 @@ def forward_keeping(
     apply: Apply, names: Sequence[str], params: Any, x: Array, context: Any
 ) -> tuple[Array, tuple[Array, ...]]:
     """As `forward_saving`, with the tensors in JAX's own order, which spares a second tracing."""
-    y, pullback, saved = _pullback(apply, names, params, x, context)
-    return y, tuple(pullback.opaque_residuals[i] for i in saved)
+    y, pullback = _pullback(apply, names, params, x, context)
+    return y, tuple(pullback.opaque_residuals)
 
 
 def forward_saving(
@@ -125,7 +123,8 @@ def backward_from(
     for position, residual in zip(saved, residuals, strict=True):
         stored[position] = residual
     pullback.opaque_residuals = stored
-    return pullback(y_gradient)
+    params_gradient, x_gradient, _ = pullback(y_gradient)
+    return params_gradient, x_gradient
 
 
 def residual_shapes(
