@@ -50,7 +50,8 @@ def metric_figure(records: SweepRecords, metric: str, file: io.BytesIO) -> bool:
     axes.barh(range(len(known)), values, xerr=errors, height=0.6)
     axes.set_yticks(range(len(known)), names)
     axes.invert_yaxis()
-    axes.set_xlabel(f"{label} (measured)")
+    # Of the whole figure: beside long names the axes are narrower than their label.
+    figure.supxlabel(f"{label} (measured)", fontsize="medium")
     return _save(figure, file)
 
 
@@ -85,7 +86,7 @@ def memory_figure(records: SweepRecords, file: io.BytesIO) -> bool:
         drawn = True
     axes.set_xlabel("peak device memory, MiB (measured)")
     axes.set_ylabel("tokens/s (dots measured, crosses simulated)")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     return drawn and _save(figure, file, axes)
 
 

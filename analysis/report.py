@@ -39,7 +39,7 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; }
 body { box-sizing: border-box; max-width: 80rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-.wide { overflow-x: auto; }
+.wide { overflow-x: auto; } li { overflow-wrap: anywhere; }
 table { border-collapse: collapse; font-size: .875rem; }
 th, td { border-bottom: 1px solid var(--line); padding: .35rem .6rem; text-align: left; vertical-align: top; }
 th { background: var(--head); } td:first-child { min-width: 9rem; }

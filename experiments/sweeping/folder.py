@@ -121,9 +121,10 @@ class SweepFolder:
 
 def describe(sweep: Sweep) -> dict[str, Any]:
     """A sweep as data, for whoever reads its folder."""
+    path, here = sweep.path.resolve(), pathlib.Path.cwd()
     return {
         "name": sweep.name,
-        "file": str(sweep.path),
+        "file": str(path.relative_to(here) if path.is_relative_to(here) else path),
         "compare": sweep.document.compare.model_dump(),
         "grid": sweep.document.grid,
         "trials": [
