@@ -293,21 +293,19 @@ class EmulatedCopies:
     def __init__(self, device: Device, costs: Costs) -> None:
         profile = costs.profile
         self._device, self._sizes = device, costs.sizes
-        self._h2d, self._d2h = profile.h2d_rate(), profile.d2h_rate()
+        self._h2d, self._d2h, self._slabs = profile.h2d_rate(), profile.d2h_rate(), profile.slab_rate()
 
-    def _to_device(self, nbytes: int, there: float) -> EmulatedArray:
+    def _to_device(self, nbytes: int, there: float, rate: float) -> EmulatedArray:
         operands = (there, self._device.kernels_end())
-        return EmulatedArray(
-            self._device, nbytes, self._device.serve(Resource.H2D, nbytes / self._h2d, operands)
-        )
+        return EmulatedArray(self._device, nbytes, self._device.serve(Resource.H2D, nbytes / rate, operands))
 
     def slab_to_device(self, slabs: LayerSlabs | LayerOnDrive, *, lasting: bool = True) -> Any:
         """A layer's parameters, as bfloat16."""
-        return self._to_device(slabs.hi.nbytes, 0.0)
+        return self._to_device(slabs.hi.nbytes, 0.0, self._slabs)
 
     def batch_to_device(self, batch: Batch) -> Any:
         """One microbatch: one transfer for all of its arrays."""
-        whole = self._to_device(self._sizes.batch_bytes, 0.0)
+        whole = self._to_device(self._sizes.batch_bytes, 0.0, self._h2d)
         empty = EmulatedArray(self._device, 0, whole.there)
         return DeviceBatch(whole, empty, empty, empty, empty)  # type: ignore[arg-type]
 
@@ -328,7 +326,7 @@ class EmulatedCopies:
 
     def to_device(self, arrays: Sequence[Any]) -> list[Any]:
         """From pinned memory, one after another."""
-        return [self._to_device(array.nbytes, array.there) for array in arrays]
+        return [self._to_device(array.nbytes, array.there, self._h2d) for array in arrays]
 
     def to_bytes(self, array: Any) -> np.ndarray:
         """Bytes without memory, when the array is there."""

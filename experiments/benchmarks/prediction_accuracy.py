@@ -208,8 +208,8 @@ def median_profile(profiles: Sequence[HardwareProfile], optimizer: str) -> Hardw
         return statistics.median(getattr(profile, figure) for profile in profiles)
 
     rates = (
-        "h2d_bytes_per_second", "d2h_bytes_per_second", "duplex_factor", "matmul_flops_per_second",
-        "update_contention", "copy_contention",
+        "h2d_bytes_per_second", "d2h_bytes_per_second", "slab_bytes_per_second", "duplex_factor",
+        "matmul_flops_per_second", "update_contention", "copy_contention",
     )  # fmt: skip
     updates = statistics.median(p.host_update_parameters_per_second[optimizer] for p in profiles)
     return profiles[0].model_copy(

@@ -175,10 +175,13 @@ class _Measurements:
         """The host link, each way and both."""
         spreads = list[float]()
         alone = link_rates(self.options.transfer_bytes, self.options.repeats, observe=spreads.append)
-        start = "pinned array" if self.device.platform == "cpu" else "host slab"
-        self._note("h2d_bytes_per_second", alone.h2d, f"{start} to device, alone", spreads[:1])
+        self._note("h2d_bytes_per_second", alone.h2d, "pinned array to device, alone", spreads[:1])
         self._note("d2h_bytes_per_second", alone.d2h, "device to pinned host memory, alone", spreads[1:2])
-        self._note("duplex_factor", alone.duplex_factor, "both at once over each alone", spreads)
+        self._note("duplex_factor", alone.duplex_factor, "both at once over each alone", spreads[:3])
+        how = "host slab to device, alone"
+        if self.device.platform == "cpu":
+            how = "a slab becomes the device's array, nothing is copied"
+        self._note("slab_bytes_per_second", alone.slab, how, spreads[3:])
 
     def host(self) -> None:
         """Memory of the host, and updates."""
@@ -386,11 +389,18 @@ def host_bandwidth_bytes_per_second(
 
 
 class LinkRates(NamedTuple):
-    """Bytes per second of each direction alone, and the share kept while both are busy."""
+    """Bytes per second of each direction alone, the share kept while both are busy, and parameters' rate.
+
+    Attributes:
+        h2d, d2h: of activations, between pinned host memory and the device.
+        duplex_factor: of those.
+        slab: of parameters, from a slab to the device.
+    """
 
     h2d: float
     d2h: float
     duplex_factor: float
+    slab: float
 
 
 def link_rates(transfer_bytes: int, repeats: int = 5, *, observe: Observer = _unobserved) -> LinkRates:
@@ -401,8 +411,7 @@ def link_rates(transfer_bytes: int, repeats: int = 5, *, observe: Observer = _un
     slab = aligned_bytes(transfer_bytes)
     slab[:] = 1
     result = _increment(jax.device_put(slab, there))
-    # A CPU backend does not copy an aligned slab at all; what it copies are pinned arrays.
-    source = jax.device_put(result, here) if device.platform == "cpu" else slab
+    source = jax.device_put(result, here)
 
     def up() -> jax.Array:
         return jax.device_put(source, there, may_alias=False)
@@ -410,12 +419,16 @@ def link_rates(transfer_bytes: int, repeats: int = 5, *, observe: Observer = _un
     def down() -> jax.Array:
         return jax.device_put(result, here)
 
-    timings = [timing(run, repeats) for run in (up, down, lambda: (up(), down()))]
+    def slab_up() -> jax.Array:
+        # As parameters go: a CPU backend makes an aligned slab itself the device's array.
+        return jax.device_put(slab, there, may_alias=False)
+
+    timings = [timing(run, repeats) for run in (up, down, lambda: (up(), down()), slab_up)]
     for _, spread in timings:
         observe(spread)
     h2d, d2h = (transfer_bytes / timed.seconds for timed in timings[:2])
     both = 2 * transfer_bytes / timings[2].seconds
-    return LinkRates(h2d, d2h, min(1.0, both / (h2d + d2h)))
+    return LinkRates(h2d, d2h, min(1.0, both / (h2d + d2h)), transfer_bytes / timings[3].seconds)
 
 
 #: A CPU reaches its rate in products of this size; those of a large model would take it minutes.

@@ -50,13 +50,14 @@ class HardwareProfile(pydantic.BaseModel):
 
     Attributes:
         name, device: labels.
-        platform: of the device, as JAX names it: programs for a CPU are written otherwise.
+        platform: of the device, as JAX names it.
         matmul_flops_per_second: executed rate of bf16 products at a large model's shapes, not the peak.
         device_total_bytes, device_bytes: device memory that is there, and what a plan may use
             (the rest is left to the runtime, workspaces and fragmentation).
         device_bandwidth_bytes_per_second: device memory, reads plus writes.
         kernel_launch_seconds: added to every kernel.
         h2d_bytes_per_second, d2h_bytes_per_second: each direction alone.
+        slab_bytes_per_second: of parameters, where their slabs take another way; None: that of h2d.
         duplex_factor: share of those rates each direction keeps while both are busy (1: full
             duplex; 0.5: the directions share one channel).
         host_bandwidth_bytes_per_second: host memory, reads plus writes of a pass that does both, all
@@ -90,6 +91,7 @@ class HardwareProfile(pydantic.BaseModel):
     kernel_launch_seconds: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)] = 0.0
     h2d_bytes_per_second: PositiveRate
     d2h_bytes_per_second: PositiveRate
+    slab_bytes_per_second: PositiveRate | None = None
     duplex_factor: Annotated[float, pydantic.Field(gt=0, le=1)]
     host_bandwidth_bytes_per_second: PositiveRate
     host_update_parameters_per_second: Mapping[str, PositiveRate] = pydantic.Field(default_factory=dict)
@@ -110,17 +112,8 @@ class HardwareProfile(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> HardwareProfile:
-        missing = sorted(self.figure_names() - set(self.sources))
-        if missing:
-            raise ValueError(f"{missing[0]}: no source; write it as {{value: ..., source: ...}}")
-        surplus = sorted(set(self.sources) - self.figure_names())
-        if surplus:
-            raise ValueError(f"{surplus[0]}: a source, but no figure")
-        if self.device_bytes > self.device_total_bytes:
-            raise ValueError("device_bytes: more than device_total_bytes")
-        if self.nvme_bytes and not (self.nvme_read_bytes_per_second and self.nvme_write_bytes_per_second):
-            raise ValueError("nvme_bytes: needs nvme_read_bytes_per_second and nvme_write_bytes_per_second")
-        _check_devices(self)
+        for check in (_check_sources, _check_capacities, _check_devices):
+            check(self)
         return self
 
     @property
@@ -149,8 +142,12 @@ class HardwareProfile(pydantic.BaseModel):
         """Bytes per second from its host to a device while both directions and its neighbours are busy."""
         return self._link_rate(self.h2d_bytes_per_second)
 
+    def slab_rate(self) -> float:
+        """The same of parameters."""
+        return self._link_rate(self.slab_bytes_per_second or self.h2d_bytes_per_second)
+
     def d2h_rate(self) -> float:
-        """The same to its host."""
+        """Bytes per second from a device to its host, as `h2d_rate`."""
         return self._link_rate(self.d2h_bytes_per_second)
 
     def _link_rate(self, alone_bytes_per_second: float) -> float:
@@ -195,6 +192,23 @@ class HardwareProfile(pydantic.BaseModel):
             name for name in self.model_fields_set - _WORDS - {_UPDATE_KEY} if getattr(self, name) is not None
         }
         return frozenset(given | {f"{_UPDATE_KEY}.{kind}" for kind in self.host_update_parameters_per_second})
+
+
+def _check_sources(profile: HardwareProfile) -> None:
+    missing = sorted(profile.figure_names() - set(profile.sources))
+    if missing:
+        raise ValueError(f"{missing[0]}: no source; write it as {{value: ..., source: ...}}")
+    surplus = sorted(set(profile.sources) - profile.figure_names())
+    if surplus:
+        raise ValueError(f"{surplus[0]}: a source, but no figure")
+
+
+def _check_capacities(profile: HardwareProfile) -> None:
+    if profile.device_bytes > profile.device_total_bytes:
+        raise ValueError("device_bytes: more than device_total_bytes")
+    both = profile.nvme_read_bytes_per_second and profile.nvme_write_bytes_per_second
+    if profile.nvme_bytes and not both:
+        raise ValueError("nvme_bytes: needs nvme_read_bytes_per_second and nvme_write_bytes_per_second")
 
 
 def _check_devices(profile: HardwareProfile) -> None:

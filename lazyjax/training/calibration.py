@@ -112,7 +112,7 @@ def _at_the_path(profile: HardwareProfile, slab_path: PathChoice | None, devices
     """
     if slab_path is None or slab_path.name not in slab_path.bytes_per_second:
         return profile
-    figure = "h2d_bytes_per_second"
+    figure = "slab_bytes_per_second"
     source = f"measured: slabs by the way in use, {slab_path.name} ({slab_path.reason})"
     return profile.model_copy(
         update={

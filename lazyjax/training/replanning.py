@@ -27,8 +27,13 @@ from lazyjax.training.start_plan import Choice
 
 #: The last steps before planning again whose operations are timed; the first steps compile.
 _TIMED_STEPS = 3
-_FROM_HOST = (Action.FETCH, Action.RELOAD)
-_TO_HOST = (Action.OFFLOAD, Action.GRADIENT_OUT)
+#: The figure of a profile that is the rate of a copy.
+_RATES = {
+    Action.FETCH: "slab_bytes_per_second",
+    Action.RELOAD: "h2d_bytes_per_second",
+    Action.OFFLOAD: "d2h_bytes_per_second",
+    Action.GRADIENT_OUT: "d2h_bytes_per_second",
+}
 
 
 @runtime_checkable
@@ -140,10 +145,8 @@ def measured_costs(costs: Costs, schedule: Schedule, steps: Sequence[TimedStep])
                 continue
             if operation.action in COMPUTE_ACTIONS:
                 kernels[measured_key(operation, costs.spec)].append(seconds / step.token_share)
-            elif operation.action in _FROM_HOST:
-                rates["h2d_bytes_per_second"].append(event.bytes / seconds)
-            elif operation.action in _TO_HOST:
-                rates["d2h_bytes_per_second"].append(event.bytes / seconds)
+            elif operation.action in _RATES:
+                rates[_RATES[operation.action]].append(event.bytes / seconds)
             elif operation.action is Action.UPDATE:
                 rates["update"].append(costs.update_seconds(operation.layer) / seconds)
     return costs.with_profile(_with_rates(costs, rates)).with_measured(
@@ -155,7 +158,7 @@ def _with_rates(costs: Costs, rates: Mapping[str, Sequence[float]]) -> HardwareP
     """The profile with measured rates; a link's already holds what the other direction took."""
     # What kernels took while copies and updates ran beside them holds what they lost to these.
     profile, changed = costs.profile, dict[str, Any](update_contention=0.0, copy_contention=0.0)
-    for figure in ("h2d_bytes_per_second", "d2h_bytes_per_second"):
+    for figure in dict.fromkeys(_RATES.values()):
         if figure in rates:
             changed[figure] = statistics.median(rates[figure]) / profile.duplex_factor
     if "update" in rates:

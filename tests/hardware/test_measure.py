@@ -65,6 +65,8 @@ def test_link_moves_real_bytes() -> None:
     assert 1e7 < rates.h2d < 1e12
     assert 1e7 < rates.d2h < 1e12
     assert 0 < rates.duplex_factor <= 1
+    # On a CPU a slab becomes the device's array: nothing is copied.
+    assert rates.slab > 3 * rates.h2d
 
 
 def test_drive_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:

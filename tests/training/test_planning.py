@@ -434,11 +434,15 @@ def test_plans_count_on_the_rate_of_the_way_that_slabs_take(small, monkeypatch) 
     monkeypatch.setattr(
         timed_costs, "calibrate", lambda kernels, keys, **options: Calibration(dict.fromkeys(keys, 1e-3), {})
     )
-    fetch = Operation(0, Action.FETCH, Resource.H2D, 1, 0, 0, bytes=10**9)
+    fetch, reload = (
+        Operation(0, action, Resource.H2D, 1, 0, 0, bytes=10**9) for action in (Action.FETCH, Action.RELOAD)
+    )
     for slab_path, rate in ((path, 3e9), (None, here.h2d_bytes_per_second)):
-        request = calibration.make_request(config, template, slab_path=slab_path)
-        seconds = request.costs(4).operation_seconds(fetch)
-        assert seconds == pytest.approx(1e9 / (rate * here.duplex_factor))
+        costs = calibration.make_request(config, template, slab_path=slab_path).costs(4)
+        assert costs.operation_seconds(fetch) == pytest.approx(1e9 / (rate * here.duplex_factor))
+        # Activations are pinned and go the link's own way.
+        of_link = here.h2d_bytes_per_second * here.duplex_factor
+        assert costs.operation_seconds(reload) == pytest.approx(1e9 / of_link)
 
 
 def test_planning_again_leaves_a_step_for_the_new_plan(small, tmp_path) -> None:

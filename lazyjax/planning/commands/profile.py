@@ -115,6 +115,7 @@ _WORDS = {
     "device_bandwidth_bytes_per_second": "device memory",
     "kernel_launch_seconds": "launch of a kernel",
     "h2d_bytes_per_second": "host to device",
+    "slab_bytes_per_second": "parameters to device",
     "d2h_bytes_per_second": "device to host",
     "duplex_factor": "both ways at once",
     "host_bandwidth_bytes_per_second": "host memory",

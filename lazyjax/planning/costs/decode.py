@@ -158,7 +158,9 @@ class DecodeCosts:
         if kind in self.measured:
             return self.measured[kind]
         profile, size = self.profile, self.sizes.parameter_bytes(layer)
-        fetch = size / profile.devices / profile.h2d_bytes_per_second
+        # Nothing goes the other way.
+        rate = profile.slab_bytes_per_second or profile.h2d_bytes_per_second
+        fetch = size / profile.devices / rate
         if profile.devices > 1 and profile.interconnect_bytes_per_second is not None:
             fetch += profile.collective_seconds(size)
         unpack = 2 * size / profile.device_bandwidth_bytes_per_second

@@ -173,7 +173,9 @@ class Costs:
         """
         profile = self.profile
         match operation.action:
-            case Action.FETCH | Action.RELOAD:
+            case Action.FETCH:
+                return operation.bytes / profile.slab_rate()
+            case Action.RELOAD:
                 return operation.bytes / profile.h2d_rate()
             case Action.OFFLOAD | Action.GRADIENT_OUT:
                 return operation.bytes / profile.d2h_rate()
