@@ -50,7 +50,7 @@ class HardwareProfile(pydantic.BaseModel):
 
     Attributes:
         name, device: labels.
-        platform: of the device, as JAX names it.
+        platform: of the device, as JAX names it: programs for a CPU are written otherwise.
         matmul_flops_per_second: executed rate of bf16 products at a large model's shapes, not the peak.
         device_total_bytes, device_bytes: device memory that is there, and what a plan may use
             (the rest is left to the runtime, workspaces and fragmentation).
@@ -142,9 +142,10 @@ class HardwareProfile(pydantic.BaseModel):
         """Bytes per second from its host to a device while both directions and its neighbours are busy."""
         return self._link_rate(self.h2d_bytes_per_second)
 
-    def slab_rate(self) -> float:
-        """The same of parameters."""
-        return self._link_rate(self.slab_bytes_per_second or self.h2d_bytes_per_second)
+    def slab_rate(self, *, alone: bool = False) -> float:
+        """The same of parameters, or their rate while nothing else is busy (`alone`)."""
+        rate = self.slab_bytes_per_second or self.h2d_bytes_per_second
+        return rate if alone else self._link_rate(rate)
 
     def d2h_rate(self) -> float:
         """Bytes per second from a device to its host, as `h2d_rate`."""

@@ -158,9 +158,7 @@ class DecodeCosts:
         if kind in self.measured:
             return self.measured[kind]
         profile, size = self.profile, self.sizes.parameter_bytes(layer)
-        # Nothing goes the other way.
-        rate = profile.slab_bytes_per_second or profile.h2d_bytes_per_second
-        fetch = size / profile.devices / rate
+        fetch = size / profile.devices / profile.slab_rate(alone=True)
         if profile.devices > 1 and profile.interconnect_bytes_per_second is not None:
             fetch += profile.collective_seconds(size)
         unpack = 2 * size / profile.device_bandwidth_bytes_per_second
